@@ -1,0 +1,72 @@
+// Preconditioners: how a gradient becomes a local step.
+//
+// They work on tiles: runs of at most kTile elements of one tensor that fit the first-level cache, so that the four
+// axes stay apart without passing over memory twice. All pointers of a tile have `n` elements.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string_view>
+
+namespace zeroone {
+
+/// Elements of a tile, and the sub-block over which a partial sum of a scale is taken.
+inline constexpr std::int64_t kTile = 2048;
+
+/// Scalars of one group in one step, computed in double and rounded once.
+struct StepScalars {
+  float beta1 = 0, one_minus_beta1 = 0;
+  float beta2 = 0, one_minus_beta2 = 0;
+  float eps = 0;
+  float second_moment_correction = 1;  // 1 / (1 - beta2^k)
+  float momentum_weight = 0;           // what m is multiplied by when it enters u
+  float step_size = 1;                 // what u is multiplied by when it enters x
+  float decay = 1;                     // product of (1 - lr weight_decay) since the anchor
+  float momentum_sum = 1;              // S: m = u_bar / S at a sync
+};
+
+/// State and parameter of one tile. `vectors[i]` is the preconditioner's i-th own vector.
+struct Tile {
+  std::int64_t n = 0;
+  float* anchor = nullptr;
+  float* momentum = nullptr;
+  float* accumulated = nullptr;  // u
+  std::array<float*, 4> vectors{};
+  float* parameter = nullptr;  // write-only, fp32
+};
+
+class Preconditioner {
+ public:
+  virtual ~Preconditioner() = default;
+  virtual std::string_view name() const = 0;
+
+  /// Names of the vectors it keeps, all zero at the start and equal on all ranks. At most four.
+  virtual std::span<const std::string_view> vectors() const = 0;
+
+  /// Index of the vector that is > 0 where a coordinate takes part in compressed exchanges ("born"); -1: all do.
+  virtual int support() const = 0;
+
+  /// A step from the exact mean gradient: updates own vectors, momentum and anchor; parameter = anchor.
+  virtual void refresh(const StepScalars& s, const Tile& tile, const float* mean_gradient) const = 0;
+
+  /// A local step: updates momentum and u, and writes the parameter.
+  virtual void local_step(const StepScalars& s, const Tile& tile, const float* gradient) const = 0;
+
+  /// The u that `local_step` would leave, without writing state. Null gradient: the present u, unchanged.
+  virtual void peek(const StepScalars& s, const Tile& tile, const float* gradient, float* out) const = 0;
+
+  /// Applies the average of u over the ranks: anchor, momentum; u = 0; parameter = anchor.
+  virtual void commit(const StepScalars& s, const Tile& tile, const float* average) const = 0;
+
+  /// Writes P a - u / D to `out`: the parameter as a function of the state.
+  virtual void parameter(const StepScalars& s, const Tile& tile, float* out) const = 0;
+};
+
+using PreconditionerPtr = std::shared_ptr<const Preconditioner>;
+
+/// Adam's: m / (sqrt(v_hat) + eps), v held between refreshes; 0 where v = 0.
+PreconditionerPtr adam_preconditioner();
+
+}  // namespace zeroone
