@@ -38,8 +38,8 @@ class Code {
   /// Bytes of one section.
   virtual std::int64_t section_bytes(const ChunkShape& chunk) const = 0;
 
-  /// Writes the values of a piece; the section was zeroed before. Returns the piece's part of the block's statistic.
-  /// Not finite: the values can't be encoded. Pieces of different tiles may be encoded concurrently.
+  /// Writes the values of a piece. Returns the piece's part of the block's statistic; not finite: the values can't be
+  /// encoded. The pieces of one tile come in order, those of different tiles concurrently.
   virtual float encode(const PieceRef& piece, const float* values, std::byte* section) const = 0;
 
   /// Writes the block's scale from the sum of its pieces' statistics and its number of born coordinates.

@@ -13,7 +13,7 @@ namespace zeroone {
 
 class Communicator;
 
-/// Memory that the communicator can send from and receive into. Lives until `release`.
+/// Memory that the communicator can send from and receive into. Lives until `release` or the communicator's end.
 struct Buffer {
   std::int64_t id = -1;
   std::byte* data = nullptr;

@@ -28,7 +28,7 @@ using Allocator = std::function<float*(std::string_view name, std::int64_t group
 /// What ranks must have in common: (what, value), e.g. ("group 0 lr", "0.001").
 using Fingerprint = std::vector<std::pair<std::string, std::string>>;
 
-/// Compares `fingerprint` among the ranks; `error` (empty: none) is this rank's own failure, told to the others.
+/// A collective. Compares `fingerprint` among the ranks; `error` (empty: none) is this rank's own failure, told to the others.
 /// Throws DisagreementError on every rank if any rank differs or has an error, naming the first difference.
 void agree(Communicator& communicator, const Fingerprint& fingerprint, std::string_view error = {});
 
@@ -91,9 +91,13 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
+  /// Adds a parameter group, before or after `attach`, which must be called (again) before the next step.
+  void add_group(std::vector<TensorSpec> tensors);
+
   /// Prepares exchanges among the communicator's ranks; a collective, needed once before the first step. Checks that
   /// ranks agree on the recipe, the layout and `settings`, then takes `tensors` (of rank 0, if `broadcast`) as the
-  /// anchor and writes them to every rank's parameters. `error`: see `agree`.
+  /// anchor of groups that are new, and writes them to every rank's parameters. `tensors` are all groups' in order.
+  /// `error`: see `agree`.
   void attach(Communicator& communicator, std::span<const Tensor> tensors, const Fingerprint& settings = {},
               bool broadcast = true, std::string_view error = {}, int threads = 1);
   bool attached() const;
@@ -103,8 +107,8 @@ class Engine {
   StepKind step(Communicator& communicator, std::span<const Tensor> tensors, std::span<const GroupOptions> options,
                 int threads = 1, std::string_view error = {});
 
-  /// Whether the next `step` will exchange anything.
-  bool next_step_communicates(std::span<const GroupOptions> options) const;
+  /// What the next `step` will do if some rank's gradient is finite.
+  StepKind next_step(std::span<const GroupOptions> options) const;
 
   /// Makes all replicas equal now; sends nothing if no local step is pending. A collective.
   void sync(Communicator& communicator, std::span<const Tensor> tensors, std::span<const GroupOptions> options,

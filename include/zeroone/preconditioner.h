@@ -35,6 +35,7 @@ struct Tile {
   float* accumulated = nullptr;  // u
   std::array<float*, 4> vectors{};
   float* parameter = nullptr;  // write-only, fp32
+  bool stream = false;         // the parameter outgrows the caches: writing may bypass them
 };
 
 class Preconditioner {
@@ -48,16 +49,16 @@ class Preconditioner {
   /// Index of the vector that is > 0 where a coordinate takes part in compressed exchanges ("born"); -1: all do.
   virtual int support() const = 0;
 
-  /// A step from the exact mean gradient: updates own vectors, momentum and anchor; parameter = anchor.
+  /// A step from the exact mean gradient: updates own vectors, momentum and anchor.
   virtual void refresh(const StepScalars& s, const Tile& tile, const float* mean_gradient) const = 0;
 
   /// A local step: updates momentum and u, and writes the parameter.
   virtual void local_step(const StepScalars& s, const Tile& tile, const float* gradient) const = 0;
 
-  /// The u that `local_step` would leave, without writing state. Null gradient: the present u, unchanged.
+  /// The u that `local_step` would leave, without writing state.
   virtual void peek(const StepScalars& s, const Tile& tile, const float* gradient, float* out) const = 0;
 
-  /// Applies the average of u over the ranks: anchor, momentum; u = 0; parameter = anchor.
+  /// Applies the average of u over the ranks: anchor, momentum; u = 0. Then the parameter is the anchor.
   virtual void commit(const StepScalars& s, const Tile& tile, const float* average) const = 0;
 
   /// Writes P a - u / D to `out`: the parameter as a function of the state.

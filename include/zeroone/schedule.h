@@ -48,10 +48,10 @@ class Schedule {
 
 using SchedulePtr = std::shared_ptr<const Schedule>;
 
-/// At steps 1, 2, 3, ..., the last one at `until` (inclusive; kNever: no end).
+/// At steps 1, 2, 3, ..., `until` (inclusive; kNever: no end). Throws InvalidArgument if until < 1.
 SchedulePtr every_step(std::int64_t until = kNever);
 
-/// At step 1 and then `interval` steps after the one before. Throws InvalidArgument if interval < 1.
+/// At step 1 and then `interval` steps after the event before. Throws InvalidArgument if interval < 1.
 SchedulePtr interval(std::int64_t interval);
 
 /// Gaps of 2^floor(j / kappa) after event j = 0, 1, ...; no event after step `until`. 2202.06009, section 5.
@@ -63,8 +63,5 @@ SchedulePtr learning_rate_tied(std::int64_t max_interval = 16);
 
 /// At exactly these steps, which must be positive and increasing, and never after the last.
 SchedulePtr steps(std::vector<std::int64_t> steps);
-
-/// The schedule never fires.
-SchedulePtr never();
 
 }  // namespace zeroone

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <chrono>
+#include <map>
 #include <memory>
 #include <string>
 
@@ -48,11 +49,17 @@ class ThreadCommunicator : public Communicator {
   template <typename Copy>
   Work exchange(const char* operation, const Region& published, Copy copy);
 
+  struct Free {
+    void operator()(std::byte* data) const;
+  };
+
   ThreadGroup& group_;
   int rank_;
+  std::int64_t next_id_ = 0;
+  std::map<std::int64_t, std::unique_ptr<std::byte, Free>> buffers_;
 };
 
-/// A group of one: owns its ThreadGroup.
+/// A group of one, which owns its ThreadGroup: for a program that has no other ranks.
 class LocalCommunicator : private ThreadGroup, public ThreadCommunicator {
  public:
   LocalCommunicator() : ThreadGroup(1), ThreadCommunicator(static_cast<ThreadGroup&>(*this), 0) {}

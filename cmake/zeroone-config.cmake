@@ -1,0 +1,23 @@
+include(CMakeFindDependencyMacro)
+find_dependency(Threads)
+include("${CMAKE_CURRENT_LIST_DIR}/zeroone-targets.cmake")
+
+# zeroone::mpi, where it was built: needed if asked for as a component, else given where MPI is found.
+if(EXISTS "${CMAKE_CURRENT_LIST_DIR}/zeroone-mpi-targets.cmake")
+  if("mpi" IN_LIST zeroone_FIND_COMPONENTS)
+    find_dependency(MPI COMPONENTS CXX)
+  else()
+    find_package(MPI QUIET COMPONENTS CXX)
+  endif()
+  if(TARGET MPI::MPI_CXX)
+    include("${CMAKE_CURRENT_LIST_DIR}/zeroone-mpi-targets.cmake")
+    set(zeroone_mpi_FOUND TRUE)
+  endif()
+endif()
+
+foreach(component IN LISTS zeroone_FIND_COMPONENTS)
+  if(zeroone_FIND_REQUIRED_${component} AND NOT zeroone_${component}_FOUND)
+    set(zeroone_FOUND FALSE)
+    set(zeroone_NOT_FOUND_MESSAGE "zeroone was installed without its component ${component}")
+  endif()
+endforeach()

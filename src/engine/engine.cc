@@ -1,0 +1,950 @@
+// The step loop. See engine.h for the contract and docs/arithmetic.md for the operations.
+#include "zeroone/engine.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <deque>
+#include <optional>
+#include <sstream>
+#include <utility>
+
+#include "engine/exchange.h"
+#include "engine/hash.h"
+#include "engine/layout.h"
+#include "engine/memory.h"
+#include "engine/state_blob.h"
+#include "engine/thread_pool.h"
+#include "kernels/kernels.h"
+#include "zeroone/error.h"
+#include "zeroone/version.h"
+
+namespace zeroone {
+namespace {
+
+// A message's kind: a StepKind, or this.
+constexpr std::uint16_t kSyncByCall = 3;
+
+class Timer {
+ public:
+  explicit Timer(double& total) : total_(total), start_(Clock::now()) {}
+  ~Timer() { total_ += std::chrono::duration<double>(Clock::now() - start_).count(); }
+  Timer(const Timer&) = delete;
+  Timer& operator=(const Timer&) = delete;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  double& total_;
+  Clock::time_point start_;
+};
+
+// Elements [begin, begin + n) of one tensor: the unit of work where chunks don't matter.
+struct Run {
+  std::size_t tensor;
+  std::int64_t begin;
+  std::int64_t n;
+};
+
+struct Slab {
+  std::vector<TensorSpec> tensors;
+  std::vector<std::int64_t> tensor_begin;  // in the slab
+  std::vector<Run> runs;
+  std::size_t first_tensor = 0;  // index of its first tensor among all groups'
+  std::int64_t numel = 0;
+
+  float* anchor = nullptr;
+  float* momentum = nullptr;
+  float* accumulated = nullptr;
+  std::array<float*, 4> own{};  // the preconditioner's
+  float* worker_error = nullptr;
+  float* server_error = nullptr;  // [chunk]
+
+  // Since attach.
+  std::optional<SlabLayout> layout;
+  std::vector<std::int64_t> piece_born;
+  std::vector<std::int64_t> born;  // per block
+  bool has_anchor = false;
+};
+
+// lr': the learning rate with the bias correction of m.
+double corrected_lr(const Recipe& recipe, const SlabCounters& counters, const GroupOptions& options) {
+  return recipe.bias_correction ? options.lr / (1 - std::pow(options.beta1, static_cast<double>(counters.step)))
+                                : options.lr;
+}
+
+bool any_pending(const Counters& counters) {
+  return std::any_of(counters.slabs.begin(), counters.slabs.end(),
+                     [](const SlabCounters& slab) { return slab.pending > 0; });
+}
+
+std::string text_of(double value) {
+  std::ostringstream text;
+  text.precision(17);
+  text << value;
+  return text.str();
+}
+
+std::uint64_t hash_settings(std::span<const GroupOptions> options) {
+  std::uint64_t hash = 0;
+  for (const GroupOptions& o : options) {
+    const double values[] = {o.lr, o.beta1, o.beta2, o.eps, o.weight_decay, o.maximize ? 1.0 : 0.0};
+    hash = hash_bytes(values, sizeof values, hash);
+  }
+  return hash;
+}
+
+void add_settings(Fingerprint& fingerprint, std::span<const GroupOptions> options) {
+  for (std::size_t g = 0; g < options.size(); ++g) {
+    const std::string of = " of parameter group " + std::to_string(g);
+    const GroupOptions& o = options[g];
+    fingerprint.emplace_back("lr" + of, text_of(o.lr));
+    fingerprint.emplace_back("betas" + of, "(" + text_of(o.beta1) + ", " + text_of(o.beta2) + ")");
+    fingerprint.emplace_back("eps" + of, text_of(o.eps));
+    fingerprint.emplace_back("weight_decay" + of, text_of(o.weight_decay));
+    fingerprint.emplace_back("maximize" + of, o.maximize ? "True" : "False");
+  }
+}
+
+}  // namespace
+
+double Stats::bits_per_parameter_step() const {
+  return dense_bytes == 0 ? 0.0 : 32.0 * static_cast<double>(bytes_sent) / static_cast<double>(dense_bytes);
+}
+
+class Engine::Impl {
+ public:
+  Impl(Recipe recipe, std::vector<std::vector<TensorSpec>> groups, Allocator allocator)
+      : recipe_(std::move(recipe)), allocator_(std::move(allocator)) {
+    if (!allocator_) {
+      allocator_ = [this](std::string_view, std::int64_t, std::int64_t numel) {
+        owned_.emplace_back(static_cast<std::size_t>(numel), 0.0f);
+        return owned_.back().data();
+      };
+    }
+    std::size_t tensors = 0;
+    for (std::vector<TensorSpec>& group : groups) {
+      tensors += group.size();
+      add_group(std::move(group));
+    }
+    if (tensors == 0) throw InvalidArgument("optimizer got an empty parameter list");
+  }
+
+  void add_group(std::vector<TensorSpec> tensors);
+  void attach(Communicator& communicator, std::span<const Tensor> tensors, const Fingerprint& settings, bool broadcast,
+              std::string_view error, int threads);
+  StepKind step(Communicator& communicator, std::span<const Tensor> tensors, std::span<const GroupOptions> options,
+                int threads, std::string_view error);
+  StepKind next_step(std::span<const GroupOptions> options);
+  void sync(Communicator& communicator, std::span<const Tensor> tensors, std::span<const GroupOptions> options,
+            int threads);
+  void adopt(std::span<const Tensor> tensors, std::span<const GroupOptions> options,
+             std::span<const std::int64_t> indices);
+  void write_parameters(std::span<const Tensor> tensors, std::span<const GroupOptions> options) const;
+  void set_counters(Counters counters);
+  float* vector(std::string_view name, std::int64_t group) const;
+  std::vector<std::byte> save() const;
+  void load(std::span<const std::byte> bytes);
+
+  const Counters& counters() const { return counters_; }
+  const Stats& stats() const { return stats_; }
+  const Recipe& recipe() const { return recipe_; }
+  bool attached() const { return attached_to_ != nullptr; }
+
+ private:
+  // What is known of a round before it is encoded.
+  struct Round {
+    Communicator& communicator;
+    std::span<const Tensor> tensors;
+    std::span<const GroupOptions> options;
+    int threads;
+    std::string_view error;
+    std::uint16_t kind;
+  };
+
+  void check_layout(std::span<const Tensor> tensors, std::span<const GroupOptions> options) const;
+  void check_attached(const Communicator& communicator) const;
+  void check_call(const Communicator& communicator, std::span<const Tensor> tensors,
+                  std::span<const GroupOptions> options) const;
+
+  void start_next(std::span<const GroupOptions> options);
+  /// Calls body; a failed collective's error names the step.
+  template <typename Body>
+  bool in_step(Body body) {
+    try {
+      return body();
+    } catch (const CommunicationError& failed) {
+      throw CommunicationError("step " + std::to_string(next_.step) + ": " + failed.what());
+    }
+  }
+  /// Sets `next_` to the counters after a step of these options, without those of an exchange; says what is due.
+  StepKind plan(std::span<const GroupOptions> options);
+  StepScalars scalars(const SlabCounters& counters, const GroupOptions& options, bool stepping) const;
+  Tile tile(const Slab& slab, std::int64_t begin, std::int64_t n) const;
+
+  // Each does the step that `next_` describes. False: no rank had a finite gradient, and nothing has changed.
+  bool local_step(const Round& round);
+  bool refresh_round(const Round& round);
+  bool sync_round(const Round& round);
+
+  bool gradients_finite(const Round& round);
+  bool run_round(const Round& round, Exchange& exchange, bool finite);
+  bool inspect_headers(const Round& round, const Header& own, std::span<const Header> headers) const;
+  void broadcast_anchors(Communicator& communicator);
+  void count_born(int threads);
+  void finish_step(StepKind kind);
+  void write_parameter(const Slab& slab, const Tensor& tensor, const StepScalars& s, std::int64_t slab_begin,
+                       std::int64_t tensor_begin, std::int64_t n) const;
+
+  std::int64_t total_numel() const {
+    std::int64_t numel = 0;
+    for (const Slab& slab : slabs_) numel += slab.numel;
+    return numel;
+  }
+  std::vector<std::pair<std::string_view, std::span<float>>> named_vectors(const Slab& slab) const;
+  Fingerprint layout_fingerprint() const;
+
+  Recipe recipe_;
+  Allocator allocator_;
+  std::deque<std::vector<float>> owned_;
+  std::vector<Slab> slabs_;
+  std::size_t tensors_ = 0;
+  Counters counters_;
+  Counters next_;            // of the step under way
+  std::vector<double> lr_;   // per group, of the step under way
+  std::uint64_t adopted_ = 0;  // hash of what was adopted since the last round
+  Stats stats_;
+  ThreadPool pool_;
+
+  const Communicator* attached_to_ = nullptr;  // compared, never called
+  int rank_ = 0;
+  int ranks_ = 1;
+  Wire wire_;
+  std::optional<Exchange> dense_;
+  std::optional<Exchange> compressed_;
+};
+
+void Engine::Impl::add_group(std::vector<TensorSpec> tensors) {
+  Slab slab;
+  slab.first_tensor = tensors_;
+  for (const TensorSpec& tensor : tensors) {
+    if (tensor.numel < 0) {
+      throw InvalidArgument("tensor '" + tensor.name + "' has " + std::to_string(tensor.numel) + " elements");
+    }
+    slab.tensor_begin.push_back(slab.numel);
+    slab.numel += tensor.numel;
+    for (std::int64_t begin = 0; begin < tensor.numel; begin += kTile) {
+      slab.runs.push_back({slab.tensor_begin.size() - 1, begin, std::min(kTile, tensor.numel - begin)});
+    }
+  }
+  slab.tensors = std::move(tensors);
+
+  const auto group = static_cast<std::int64_t>(slabs_.size());
+  const auto allocate = [&](std::string_view name) { return allocator_(name, group, slab.numel); };
+  slab.anchor = allocate("anchor");
+  slab.momentum = allocate("exp_avg");
+  slab.accumulated = allocate("accumulated");
+  const auto names = recipe_.preconditioner->vectors();
+  for (std::size_t i = 0; i < names.size(); ++i) slab.own[i] = allocate(names[i]);
+  if (recipe_.code->lossy()) slab.worker_error = allocate("worker_error");
+
+  tensors_ += slab.tensors.size();
+  slabs_.push_back(std::move(slab));
+  counters_.slabs.emplace_back();
+  stats_.parameters = total_numel();
+  attached_to_ = nullptr;
+}
+
+Fingerprint Engine::Impl::layout_fingerprint() const {
+  Fingerprint fingerprint = {
+      {"zeroone version", kVersion},
+      {"algorithm", recipe_.name},
+      {"variance schedule", recipe_.refresh->describe()},
+      {"sync schedule", recipe_.sync->describe()},
+      {"code", recipe_.code->describe()},
+      {"bias_correction", recipe_.bias_correction ? "True" : "False"},
+      {"number of parameter groups", std::to_string(slabs_.size())},
+  };
+  for (std::size_t g = 0; g < slabs_.size(); ++g) {
+    const std::vector<TensorSpec>& tensors = slabs_[g].tensors;
+    fingerprint.emplace_back("number of tensors in parameter group " + std::to_string(g),
+                             std::to_string(tensors.size()));
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      fingerprint.emplace_back("tensor " + std::to_string(i) + " of parameter group " + std::to_string(g),
+                               "'" + tensors[i].name + "' with " + std::to_string(tensors[i].numel) + " elements");
+    }
+  }
+  return fingerprint;
+}
+
+void Engine::Impl::attach(Communicator& communicator, std::span<const Tensor> tensors, const Fingerprint& settings,
+                          bool broadcast, std::string_view error, int threads) {
+  std::string failure(error);
+  if (failure.empty() && tensors.size() != tensors_) {
+    failure = "got " + std::to_string(tensors.size()) + " tensors, the layout has " + std::to_string(tensors_);
+  }
+  Fingerprint fingerprint = layout_fingerprint();
+  fingerprint.insert(fingerprint.end(), settings.begin(), settings.end());
+  agree(communicator, fingerprint, failure);
+
+  const bool again = wire_.send.data != nullptr;
+  if (again && attached_to_ == nullptr && (communicator.size() != ranks_ || communicator.rank() != rank_)) {
+    throw InvalidArgument("the group had " + std::to_string(ranks_) + " ranks before, now " +
+                          std::to_string(communicator.size()));
+  }
+  rank_ = communicator.rank();
+  ranks_ = communicator.size();
+
+  std::vector<ExchangeSlab> dense;
+  std::vector<ExchangeSlab> compressed;
+  const int support = recipe_.preconditioner->support();
+  for (std::size_t g = 0; g < slabs_.size(); ++g) {
+    Slab& slab = slabs_[g];
+    slab.layout.emplace(slab.tensors, ranks_);
+    slab.piece_born.resize(slab.layout->pieces.size());
+    slab.born.resize(slab.layout->blocks.size());
+    if (recipe_.code->lossy() && slab.server_error == nullptr) {
+      slab.server_error = allocator_("server_error", static_cast<std::int64_t>(g), slab.layout->chunk.elements);
+    }
+  }
+  for (Slab& slab : slabs_) {
+    ExchangeSlab exchange;
+    exchange.layout = &*slab.layout;
+    exchange.born = slab.born;
+    dense.push_back(exchange);
+    exchange.support = support < 0 ? nullptr : slab.own[static_cast<std::size_t>(support)];
+    exchange.server_error = slab.server_error;
+    compressed.push_back(std::move(exchange));
+  }
+  dense_.emplace(*recipe_.refresh_code, std::move(dense), rank_, ranks_);
+  compressed_.emplace(*recipe_.code, std::move(compressed), rank_, ranks_);
+
+  // On one rank a refresh needs no wire.
+  const std::size_t message = std::max(compressed_->message_bytes(), ranks_ == 1 ? 0 : dense_->message_bytes());
+  const auto ranks = static_cast<std::size_t>(ranks_);
+  if (again) {
+    communicator.release(wire_.send);
+    communicator.release(wire_.receive);
+  }
+  wire_.send = communicator.allocate(ranks * message);
+  wire_.receive = communicator.allocate((ranks + 1) * message);
+
+  for (Slab& slab : slabs_) {
+    if (slab.has_anchor) continue;
+    for (const Run& run : slab.runs) {
+      const Tensor& tensor = tensors[slab.first_tensor + run.tensor];
+      float* anchor = slab.anchor + slab.tensor_begin[run.tensor] + run.begin;
+      const float* values = read_floats(tensor.data, tensor.dtype, run.begin, run.n, anchor);
+      if (values != anchor) std::memcpy(anchor, values, static_cast<std::size_t>(run.n) * sizeof(float));
+    }
+  }
+  if (broadcast && ranks_ > 1) broadcast_anchors(communicator);
+  for (Slab& slab : slabs_) {
+    if (broadcast && !slab.has_anchor) {
+      for (const Run& run : slab.runs) {
+        const Tensor& tensor = tensors[slab.first_tensor + run.tensor];
+        write_floats(tensor.data, tensor.dtype, run.begin, run.n,
+                     slab.anchor + slab.tensor_begin[run.tensor] + run.begin);
+      }
+    }
+    slab.has_anchor = true;
+  }
+  count_born(threads);
+  attached_to_ = &communicator;
+}
+
+void Engine::Impl::broadcast_anchors(Communicator& communicator) {
+  for (Slab& slab : slabs_) {
+    if (slab.has_anchor) continue;
+    const std::size_t bytes = static_cast<std::size_t>(slab.numel) * sizeof(float);
+    auto* anchor = reinterpret_cast<std::byte*>(slab.anchor);
+    for (std::size_t begin = 0; begin < bytes; begin += wire_.receive.bytes) {
+      const std::size_t part = std::min(bytes - begin, wire_.receive.bytes);
+      if (rank_ == 0) std::memcpy(wire_.receive.data, anchor + begin, part);
+      communicator.broadcast({wire_.receive, 0, part}, 0).wait();
+      std::memcpy(anchor + begin, wire_.receive.data, part);
+      if (rank_ == 0) stats_.setup_bytes_sent += static_cast<std::int64_t>(part);
+    }
+  }
+}
+
+void Engine::Impl::count_born(int threads) {
+  const int support = recipe_.preconditioner->support();
+  for (Slab& slab : slabs_) {
+    const SlabLayout& layout = *slab.layout;
+    pool_.parallel_for(static_cast<std::int64_t>(layout.pieces.size()), threads,
+                       [&](std::int64_t begin, std::int64_t end) {
+                         for (auto i = static_cast<std::size_t>(begin); i < static_cast<std::size_t>(end); ++i) {
+                           const Piece& piece = layout.pieces[i];
+                           slab.piece_born[i] =
+                               support < 0 ? piece.n
+                                           : kernels().count_positive(
+                                                 piece.n, slab.own[static_cast<std::size_t>(support)] + piece.begin);
+                         }
+                       });
+    for (std::size_t b = 0; b < layout.blocks.size(); ++b) {
+      slab.born[b] = 0;
+      for (std::int64_t i = layout.blocks[b].first_piece; i < layout.blocks[b].end_piece; ++i) {
+        slab.born[b] += slab.piece_born[static_cast<std::size_t>(i)];
+      }
+    }
+  }
+}
+
+void Engine::Impl::check_layout(std::span<const Tensor> tensors, std::span<const GroupOptions> options) const {
+  if (tensors.size() != tensors_) {
+    throw InvalidArgument("got " + std::to_string(tensors.size()) + " tensors, the layout has " +
+                          std::to_string(tensors_));
+  }
+  if (options.size() != slabs_.size()) {
+    throw InvalidArgument("got options of " + std::to_string(options.size()) + " parameter groups, the layout has " +
+                          std::to_string(slabs_.size()));
+  }
+  for (const Slab& slab : slabs_) {
+    for (std::size_t i = 0; i < slab.tensors.size(); ++i) {
+      if (slab.tensors[i].numel > 0 && tensors[slab.first_tensor + i].data == nullptr) {
+        throw InvalidArgument("tensor '" + slab.tensors[i].name + "' has no memory");
+      }
+    }
+  }
+}
+
+void Engine::Impl::check_attached(const Communicator& communicator) const {
+  if (attached_to_ != &communicator) {
+    throw InvalidArgument(attached_to_ == nullptr ? "the engine is not attached to a communicator"
+                                                  : "the engine is attached to another communicator");
+  }
+}
+
+void Engine::Impl::check_call(const Communicator& communicator, std::span<const Tensor> tensors,
+                              std::span<const GroupOptions> options) const {
+  check_attached(communicator);
+  check_layout(tensors, options);
+  for (const GroupOptions& o : options) validate(o);
+}
+
+StepScalars Engine::Impl::scalars(const SlabCounters& c, const GroupOptions& o, bool stepping) const {
+  const bool weighted = recipe_.accumulate == Accumulate::kSteps;
+  // Before the first step there is no correction, and nothing that it could touch.
+  const double lr = c.step == 0 ? o.lr : corrected_lr(recipe_, c, o);
+  const bool corrected = recipe_.bias_correction && c.refreshes > 0;
+  StepScalars s;
+  s.beta1 = static_cast<float>(o.beta1);
+  s.one_minus_beta1 = static_cast<float>(1 - o.beta1);
+  s.beta2 = static_cast<float>(o.beta2);
+  s.one_minus_beta2 = static_cast<float>(1 - o.beta2);
+  s.eps = static_cast<float>(o.eps);
+  s.second_moment_correction =
+      corrected ? static_cast<float>(1 / (1 - std::pow(o.beta2, static_cast<double>(c.refreshes)))) : 1.0f;
+  // A step at lr = 0 leaves u as it is.
+  s.momentum_weight = !stepping || o.lr == 0 ? 0.0f : weighted ? static_cast<float>(lr) : 1.0f;
+  s.step_size = weighted ? 1.0f : static_cast<float>(lr);
+  s.decay = static_cast<float>(c.decay);
+  s.momentum_sum = static_cast<float>(c.sum);
+  return s;
+}
+
+void Engine::Impl::start_next(std::span<const GroupOptions> options) {
+  next_ = counters_;
+  lr_.resize(options.size());
+  for (std::size_t g = 0; g < options.size(); ++g) lr_[g] = options[g].lr;
+  Schedule::observe(next_.refresh, lr_);
+  Schedule::observe(next_.sync, lr_);
+}
+
+StepKind Engine::Impl::plan(std::span<const GroupOptions> options) {
+  start_next(options);
+  ++next_.step;
+  for (SlabCounters& slab : next_.slabs) ++slab.step;
+  const bool first = next_.refresh.index == 0;  // the first step is a refresh, whatever the schedule
+  if (!any_pending(next_) && (first || recipe_.refresh->due(next_.refresh, next_.step))) {
+    for (SlabCounters& slab : next_.slabs) ++slab.refreshes;
+    return StepKind::kRefresh;
+  }
+  for (std::size_t g = 0; g < options.size(); ++g) {
+    const GroupOptions& o = options[g];
+    if (o.lr == 0) continue;  // changes nothing but the step count
+    SlabCounters& slab = next_.slabs[g];
+    slab.sum += recipe_.accumulate == Accumulate::kSteps ? corrected_lr(recipe_, slab, o) : 1.0;
+    slab.decay *= 1 - o.lr * o.weight_decay;
+    ++slab.pending;
+  }
+  return any_pending(next_) && recipe_.sync->due(next_.sync, next_.step) ? StepKind::kSync : StepKind::kLocal;
+}
+
+StepKind Engine::Impl::next_step(std::span<const GroupOptions> options) {
+  if (options.size() != slabs_.size()) {
+    throw InvalidArgument("got options of " + std::to_string(options.size()) + " parameter groups, the layout has " +
+                          std::to_string(slabs_.size()));
+  }
+  return plan(options);
+}
+
+Tile Engine::Impl::tile(const Slab& slab, std::int64_t begin, std::int64_t n) const {
+  Tile tile;
+  tile.n = n;
+  tile.anchor = slab.anchor + begin;
+  tile.momentum = slab.momentum + begin;
+  tile.accumulated = slab.accumulated + begin;
+  for (std::size_t i = 0; i < recipe_.preconditioner->vectors().size(); ++i) tile.vectors[i] = slab.own[i] + begin;
+  return tile;
+}
+
+StepKind Engine::Impl::step(Communicator& communicator, std::span<const Tensor> tensors,
+                            std::span<const GroupOptions> options, int threads, std::string_view error) {
+  check_attached(communicator);
+  std::string own_error(error);  // empty without an allocation
+  if (own_error.empty()) {
+    try {
+      check_call(communicator, tensors, options);
+    } catch (const InvalidArgument& invalid) {
+      own_error = invalid.what();
+    }
+  }
+  Round round{communicator, tensors, options, threads, own_error, 0};
+  StepKind kind = StepKind::kLocal;
+  if (options.size() == slabs_.size()) kind = plan(options);
+  if (kind == StepKind::kLocal || ranks_ == 1) {
+    if (!own_error.empty()) throw InvalidArgument(own_error);
+    if (ranks_ == 1 && !gradients_finite(round)) kind = StepKind::kSkipped;
+  }
+  round.kind = static_cast<std::uint16_t>(kind);
+  const bool done = in_step([&] {
+    if (kind == StepKind::kLocal) return local_step(round);
+    if (kind == StepKind::kRefresh) return refresh_round(round);
+    return kind == StepKind::kSync && sync_round(round);
+  });
+  if (!done) kind = StepKind::kSkipped;
+  finish_step(kind);
+  return kind;
+}
+
+void Engine::Impl::finish_step(StepKind kind) {
+  if (kind == StepKind::kSkipped) {
+    ++stats_.skipped_steps;
+    return;
+  }
+  if (kind == StepKind::kRefresh) recipe_.refresh->advance(next_.refresh, next_.step, lr_);
+  if (kind != StepKind::kLocal) {
+    recipe_.sync->advance(next_.sync, next_.step, lr_);  // a refresh counts as a sync
+    next_.last_sync = next_.step;
+  }
+  counters_ = next_;
+  ++stats_.steps;
+  stats_.dense_bytes += 8 * total_numel() * (ranks_ - 1) / ranks_;
+}
+
+bool Engine::Impl::gradients_finite(const Round& round) {
+  bool finite = true;
+  for (std::size_t g = 0; g < slabs_.size(); ++g) {
+    const Slab& slab = slabs_[g];
+    std::atomic<bool> slab_finite{true};
+    pool_.parallel_for(static_cast<std::int64_t>(slab.runs.size()), round.threads,
+                       [&](std::int64_t begin, std::int64_t end) {
+                         alignas(64) float scratch[kTile];
+                         for (auto i = begin; i < end; ++i) {
+                           const Run& run = slab.runs[static_cast<std::size_t>(i)];
+                           const Tensor& tensor = round.tensors[slab.first_tensor + run.tensor];
+                           if (tensor.gradient == nullptr) continue;
+                           const float* gradient =
+                               read_floats(tensor.gradient, tensor.gradient_dtype, run.begin, run.n, scratch);
+                           if (!kernels().all_finite(run.n, gradient)) {
+                             slab_finite.store(false, std::memory_order_relaxed);
+                             return;
+                           }
+                         }
+                       });
+    finite = finite && slab_finite;
+  }
+  if (!finite) ++stats_.nonfinite_gradients;
+  return finite;
+}
+
+bool Engine::Impl::local_step(const Round& round) {
+  const Timer timer(stats_.local_seconds);
+  const bool finite = ranks_ == 1 || gradients_finite(round);
+  constexpr std::int64_t kBeyondCaches = std::int64_t{1} << 24;
+  const bool stream = total_numel() >= kBeyondCaches;
+  for (std::size_t g = 0; g < slabs_.size(); ++g) {
+    const GroupOptions& options = round.options[g];
+    if (options.lr == 0) continue;
+    const Slab& slab = slabs_[g];
+    const StepScalars s = scalars(next_.slabs[g], options, true);
+    pool_.parallel_for(
+        static_cast<std::int64_t>(slab.runs.size()), round.threads, [&](std::int64_t begin, std::int64_t end) {
+          alignas(64) float gradient_scratch[kTile];
+          alignas(64) float parameter_scratch[kTile];
+          for (auto i = begin; i < end; ++i) {
+            const Run& run = slab.runs[static_cast<std::size_t>(i)];
+            Tensor tensor = round.tensors[slab.first_tensor + run.tensor];
+            if (!finite) tensor.gradient = nullptr;
+            Tile t = tile(slab, slab.tensor_begin[run.tensor] + run.begin, run.n);
+            const bool direct = tensor.dtype == DType::kFloat32;
+            t.parameter = direct ? static_cast<float*>(tensor.data) + run.begin : parameter_scratch;
+            t.stream = direct && stream;
+            recipe_.preconditioner->local_step(
+                s, t, read_gradient(tensor, run.begin, run.n, options.maximize, gradient_scratch));
+            if (!direct) write_floats(tensor.data, tensor.dtype, run.begin, run.n, t.parameter);
+          }
+        });
+  }
+  return true;
+}
+
+bool Engine::Impl::inspect_headers(const Round& round, const Header& own, std::span<const Header> headers) const {
+  bool any_finite = false;
+  bool alike = true;
+  for (const Header& header : headers) {
+    any_finite = any_finite || (header.flags & kNotFinite) == 0;
+    alike = alike && header.magic == own.magic && header.kind == own.kind && header.step == own.step &&
+            header.settings == own.settings && header.adopted == own.adopted && (header.flags & kFailed) == 0;
+  }
+  if (alike) return any_finite;
+  // All ranks have seen the same headers, so all come here.
+  static constexpr const char* kKinds[] = {"a local step", "a refresh", "a sync", "sync() called"};
+  Fingerprint fingerprint = {{"step", std::to_string(own.step)}, {"kind of round", kKinds[own.kind & 3]}};
+  add_settings(fingerprint, round.options);
+  fingerprint.emplace_back("parameters loaded since the last round",
+                           own.adopted == 0 ? "none" : "values with hash " + std::to_string(own.adopted));
+  agree(round.communicator, fingerprint, round.error);
+  throw DisagreementError("ranks sent different headers at step " + std::to_string(own.step));
+}
+
+bool Engine::Impl::run_round(const Round& round, Exchange& exchange, bool finite) {
+  Header header;
+  header.kind = round.kind;
+  header.flags = static_cast<std::uint16_t>((finite ? 0 : kNotFinite) | (round.error.empty() ? 0 : kFailed));
+  header.step = next_.step;
+  header.lr = round.options.empty() ? 0 : round.options[0].lr;
+  header.settings = hash_settings(round.options);
+  header.adopted = adopted_;
+  exchange.set_header(wire_, header);
+
+  const Timer timer(stats_.exchange_seconds);
+  const auto inspect = [&](std::span<const Header> headers) { return inspect_headers(round, header, headers); };
+  const bool combined = exchange.run(round.communicator, *recipe_.collective, wire_, pool_, round.threads, inspect);
+  stats_.bytes_sent = wire_.bytes_sent;
+  stats_.bytes_received = wire_.bytes_received;
+  if (!finite) ++stats_.nonfinite_gradients;
+  if (combined) {
+    ++stats_.rounds;
+    adopted_ = 0;
+  }
+  return combined;
+}
+
+bool Engine::Impl::refresh_round(const Round& round) {
+  bool finite = true;
+  if (ranks_ > 1) {
+    {
+      const Timer timer(stats_.encode_seconds);
+      const auto encode = [&](bool zero) {
+        return dense_->encode(wire_, pool_, round.threads, [&](std::size_t g, const Piece& piece, float* scratch) {
+          const Slab& slab = slabs_[g];
+          Tensor tensor = round.tensors[slab.first_tensor + static_cast<std::size_t>(piece.tensor)];
+          if (zero) tensor.gradient = nullptr;
+          return read_gradient(tensor, piece.tensor_begin, piece.n, round.options[g].maximize, scratch);
+        });
+      };
+      // After an error of this rank nobody reads more than the header.
+      finite = !round.error.empty() || encode(false);
+      if (!finite) encode(true);
+    }
+    if (!run_round(round, *dense_, finite)) return false;
+  } else {
+    ++stats_.rounds;
+    adopted_ = 0;
+  }
+
+  const Timer timer(stats_.commit_seconds);
+  for (std::size_t g = 0; g < slabs_.size(); ++g) {
+    const Slab& slab = slabs_[g];
+    const GroupOptions& options = round.options[g];
+    StepScalars s = scalars(next_.slabs[g], options, true);
+    s.step_size = static_cast<float>(corrected_lr(recipe_, next_.slabs[g], options));
+    s.decay = static_cast<float>(1 - options.lr * options.weight_decay);
+    const SlabLayout& layout = *slab.layout;
+    pool_.parallel_for(
+        static_cast<std::int64_t>(layout.pieces.size()), round.threads, [&](std::int64_t begin, std::int64_t end) {
+          alignas(64) float scratch[kTile];
+          for (auto i = begin; i < end; ++i) {
+            const Piece& piece = layout.pieces[static_cast<std::size_t>(i)];
+            const Tensor& tensor = round.tensors[slab.first_tensor + static_cast<std::size_t>(piece.tensor)];
+            const float* mean = scratch;
+            if (ranks_ > 1) {
+              dense_->decode_result(wire_, g, piece, scratch);
+            } else {
+              mean = read_gradient(tensor, piece.tensor_begin, piece.n, options.maximize, scratch);
+            }
+            const Tile t = tile(slab, piece.begin, piece.n);
+            recipe_.preconditioner->refresh(s, t, mean);
+            write_floats(tensor.data, tensor.dtype, piece.tensor_begin, piece.n, t.anchor);
+          }
+        });
+  }
+  count_born(round.threads);
+  ++stats_.refreshes;
+  return true;
+}
+
+bool Engine::Impl::sync_round(const Round& round) {
+  const bool stepping = round.kind == static_cast<std::uint16_t>(StepKind::kSync);
+  std::vector<ExchangeSlab>& exchange_slabs = compressed_->slabs();
+  for (std::size_t g = 0; g < slabs_.size(); ++g) {
+    const SlabCounters& c = next_.slabs[g];
+    exchange_slabs[g].active = c.pending > 0;
+    exchange_slabs[g].rho = static_cast<float>(c.previous_sum > 0 ? std::min(1.0, c.sum / c.previous_sum) : 1.0);
+  }
+  // b = u + rho worker_error, from the gradient on: nothing is stored before the commit.
+  const auto candidate = [&](std::size_t g, const StepScalars& s, const Piece& piece, bool zero, float* gradient,
+                             float* out) {
+    const Slab& slab = slabs_[g];
+    Tensor tensor = round.tensors[slab.first_tensor + static_cast<std::size_t>(piece.tensor)];
+    if (zero || !stepping) tensor.gradient = nullptr;
+    const Tile t = tile(slab, piece.begin, piece.n);
+    recipe_.preconditioner->peek(
+        s, t, read_gradient(tensor, piece.tensor_begin, piece.n, round.options[g].maximize, gradient), out);
+    if (slab.worker_error != nullptr) {
+      const int support = recipe_.preconditioner->support();
+      kernels().add_residual(piece.n, exchange_slabs[g].rho, slab.worker_error + piece.begin,
+                             support < 0 ? nullptr : t.vectors[static_cast<std::size_t>(support)], out);
+    }
+  };
+
+  bool finite = true;
+  {
+    const Timer timer(stats_.encode_seconds);
+    const auto encode = [&](bool zero) {
+      return compressed_->encode(wire_, pool_, round.threads, [&](std::size_t g, const Piece& piece, float* out) {
+        alignas(64) float gradient[kTile];
+        candidate(g, scalars(next_.slabs[g], round.options[g], stepping), piece, zero, gradient, out);
+        return static_cast<const float*>(out);
+      });
+    };
+    finite = !round.error.empty() || encode(false);
+    if (!finite) encode(true);
+  }
+  if (!run_round(round, *compressed_, finite)) return false;
+
+  const Timer timer(stats_.commit_seconds);
+  for (std::size_t g = 0; g < slabs_.size(); ++g) {
+    const Slab& slab = slabs_[g];
+    SlabCounters& counters = next_.slabs[g];
+    if (counters.pending == 0) continue;
+    const StepScalars s = scalars(counters, round.options[g], stepping);
+    const SlabLayout& layout = *slab.layout;
+    pool_.parallel_for(
+        static_cast<std::int64_t>(layout.pieces.size()), round.threads, [&](std::int64_t begin, std::int64_t end) {
+          alignas(64) float scratch[kTile];
+          alignas(64) float b[kTile];
+          for (auto i = begin; i < end; ++i) {
+            const Piece& piece = layout.pieces[static_cast<std::size_t>(i)];
+            if (slab.worker_error != nullptr) {
+              candidate(g, s, piece, !finite, scratch, b);
+              compressed_->decode_own(wire_, g, piece, scratch);
+              kernels().subtract(piece.n, b, scratch, slab.worker_error + piece.begin);
+            }
+            compressed_->decode_result(wire_, g, piece, scratch);
+            const Tile t = tile(slab, piece.begin, piece.n);
+            recipe_.preconditioner->commit(s, t, scratch);
+            const Tensor& tensor = round.tensors[slab.first_tensor + static_cast<std::size_t>(piece.tensor)];
+            write_floats(tensor.data, tensor.dtype, piece.tensor_begin, piece.n, t.anchor);
+          }
+        });
+    counters.previous_sum = counters.sum;
+    counters.sum = 0;
+    counters.decay = 1;
+    counters.pending = 0;
+  }
+  if (recipe_.code->lossy()) compressed_->commit_server_error(wire_, pool_, round.threads);
+  ++stats_.syncs;
+  return true;
+}
+
+void Engine::Impl::sync(Communicator& communicator, std::span<const Tensor> tensors,
+                        std::span<const GroupOptions> options, int threads) {
+  check_call(communicator, tensors, options);
+  if (!any_pending(counters_)) return;
+  start_next(options);
+  in_step([&] { return sync_round({communicator, tensors, options, threads, {}, kSyncByCall}); });
+  recipe_.sync->advance(next_.sync, next_.step, lr_);
+  next_.last_sync = next_.step;
+  counters_ = next_;
+}
+
+void Engine::Impl::write_parameter(const Slab& slab, const Tensor& tensor, const StepScalars& s,
+                                   std::int64_t slab_begin, std::int64_t tensor_begin, std::int64_t n) const {
+  alignas(64) float x[kTile];
+  recipe_.preconditioner->parameter(s, tile(slab, slab_begin, n), x);
+  write_floats(tensor.data, tensor.dtype, tensor_begin, n, x);
+}
+
+void Engine::Impl::write_parameters(std::span<const Tensor> tensors, std::span<const GroupOptions> options) const {
+  check_layout(tensors, options);
+  for (std::size_t g = 0; g < slabs_.size(); ++g) {
+    const Slab& slab = slabs_[g];
+    const StepScalars s = scalars(counters_.slabs[g], options[g], false);
+    for (const Run& run : slab.runs) {
+      write_parameter(slab, tensors[slab.first_tensor + run.tensor], s, slab.tensor_begin[run.tensor] + run.begin,
+                      run.begin, run.n);
+    }
+  }
+}
+
+void Engine::Impl::adopt(std::span<const Tensor> tensors, std::span<const GroupOptions> options,
+                         std::span<const std::int64_t> indices) {
+  check_layout(tensors, options);
+  for (const std::int64_t index : indices) {
+    if (index < 0 || static_cast<std::size_t>(index) >= tensors_) {
+      throw InvalidArgument("there is no tensor " + std::to_string(index));
+    }
+    const auto after = std::find_if(slabs_.begin(), slabs_.end(), [&](const Slab& slab) {
+      return static_cast<std::size_t>(index) < slab.first_tensor + slab.tensors.size();
+    });
+    const auto g = static_cast<std::size_t>(after - slabs_.begin());
+    const Slab& slab = *after;
+    const std::size_t i = static_cast<std::size_t>(index) - slab.first_tensor;
+    const Tensor& tensor = tensors[static_cast<std::size_t>(index)];
+    const StepScalars s = scalars(counters_.slabs[g], options[g], false);
+    const std::int64_t slab_begin = slab.tensor_begin[i];
+    const std::int64_t numel = slab.tensors[i].numel;
+
+    alignas(64) float written[kTile];
+    alignas(64) float now[kTile];
+    const auto for_changed = [&](auto body) {  // body(index in the tensor, new value), where it is not what was written
+      for (std::int64_t begin = 0; begin < numel; begin += kTile) {
+        const std::int64_t n = std::min(kTile, numel - begin);
+        recipe_.preconditioner->parameter(s, tile(slab, slab_begin + begin, n), written);
+        if (tensor.dtype != DType::kFloat32) {  // round as it was rounded
+          std::array<std::uint16_t, kTile> rounded;
+          write_floats(rounded.data(), tensor.dtype, 0, n, written);
+          read_floats(rounded.data(), tensor.dtype, 0, n, written);
+        }
+        const float* values = read_floats(tensor.data, tensor.dtype, begin, n, now);
+        for (std::int64_t e = 0; e < n; ++e) {
+          if (std::memcmp(&values[e], &written[e], sizeof(float)) != 0) body(begin + e, values[e]);
+        }
+      }
+    };
+
+    bool changed = false;
+    if (counters_.slabs[g].pending == 0) {
+      for_changed([&](std::int64_t e, float value) {
+        slab.anchor[slab_begin + e] = value;
+        changed = true;
+      });
+    } else {
+      // Inside an interval ranks have written different values: element by element they would decide differently, and
+      // anchors must stay equal on all ranks.
+      for_changed([&](std::int64_t, float) { changed = true; });
+      for (std::int64_t begin = 0; changed && begin < numel; begin += kTile) {
+        const std::int64_t n = std::min(kTile, numel - begin);
+        const float* values = read_floats(tensor.data, tensor.dtype, begin, n, now);
+        for (std::int64_t e = 0; e < n; ++e) slab.anchor[slab_begin + begin + e] = values[e] / s.decay;
+        std::fill_n(slab.accumulated + slab_begin + begin, n, 0.0f);
+      }
+    }
+    if (!changed) continue;
+    adopted_ = hash_bytes(&index, sizeof index, adopted_);
+    adopted_ = hash_bytes(slab.anchor + slab_begin, static_cast<std::size_t>(numel) * sizeof(float), adopted_);
+  }
+}
+
+void Engine::Impl::set_counters(Counters counters) {
+  if (counters.slabs.size() != slabs_.size()) {
+    throw InvalidArgument("counters of " + std::to_string(counters.slabs.size()) + " parameter groups, the layout has " +
+                          std::to_string(slabs_.size()));
+  }
+  counters_ = std::move(counters);
+  if (attached()) count_born(1);
+}
+
+std::vector<std::pair<std::string_view, std::span<float>>> Engine::Impl::named_vectors(const Slab& slab) const {
+  const auto n = static_cast<std::size_t>(slab.numel);
+  std::vector<std::pair<std::string_view, std::span<float>>> vectors = {
+      {"anchor", {slab.anchor, n}}, {"exp_avg", {slab.momentum, n}}, {"accumulated", {slab.accumulated, n}}};
+  const auto names = recipe_.preconditioner->vectors();
+  for (std::size_t i = 0; i < names.size(); ++i) vectors.emplace_back(names[i], std::span<float>(slab.own[i], n));
+  if (slab.worker_error != nullptr) vectors.emplace_back("worker_error", std::span<float>(slab.worker_error, n));
+  if (slab.server_error != nullptr) {
+    vectors.emplace_back("server_error", std::span<float>(slab.server_error,
+                                                          static_cast<std::size_t>(slab.layout->chunk.elements)));
+  }
+  return vectors;
+}
+
+float* Engine::Impl::vector(std::string_view name, std::int64_t group) const {
+  if (group < 0 || static_cast<std::size_t>(group) >= slabs_.size()) return nullptr;
+  for (const auto& [vector_name, values] : named_vectors(slabs_[static_cast<std::size_t>(group)])) {
+    if (vector_name == name) return values.data();
+  }
+  return nullptr;
+}
+
+std::vector<std::byte> Engine::Impl::save() const {
+  BlobWriter blob;
+  Fingerprint layout = layout_fingerprint();
+  layout.emplace_back("rank", std::to_string(rank_) + " of " + std::to_string(ranks_));
+  blob.text(layout);
+  blob.counters(counters_);
+  for (const Slab& slab : slabs_) {
+    for (const auto& [name, values] : named_vectors(slab)) blob.floats(values);
+  }
+  return std::move(blob).finish();
+}
+
+void Engine::Impl::load(std::span<const std::byte> bytes) {
+  if (!attached()) throw InvalidArgument("attach the engine before its state is loaded");
+  BlobReader blob(bytes);  // checks the length and the hash
+  Fingerprint layout = layout_fingerprint();
+  layout.emplace_back("rank", std::to_string(rank_) + " of " + std::to_string(ranks_));
+  blob.expect(layout);
+  Counters counters = blob.counters(slabs_.size());
+  std::size_t floats = 0;
+  for (const Slab& slab : slabs_) {
+    for (const auto& [name, values] : named_vectors(slab)) floats += values.size();
+  }
+  blob.expect_floats(floats);
+  for (const Slab& slab : slabs_) {
+    for (const auto& [name, values] : named_vectors(slab)) blob.floats(values);
+  }
+  set_counters(std::move(counters));
+}
+
+Engine::Engine(Recipe recipe, std::vector<std::vector<TensorSpec>> groups, Allocator allocator)
+    : impl_(std::make_unique<Impl>(std::move(recipe), std::move(groups), std::move(allocator))) {}
+Engine::~Engine() = default;
+
+void Engine::add_group(std::vector<TensorSpec> tensors) { impl_->add_group(std::move(tensors)); }
+void Engine::attach(Communicator& communicator, std::span<const Tensor> tensors, const Fingerprint& settings,
+                    bool broadcast, std::string_view error, int threads) {
+  impl_->attach(communicator, tensors, settings, broadcast, error, threads);
+}
+bool Engine::attached() const { return impl_->attached(); }
+StepKind Engine::step(Communicator& communicator, std::span<const Tensor> tensors,
+                      std::span<const GroupOptions> options, int threads, std::string_view error) {
+  return impl_->step(communicator, tensors, options, threads, error);
+}
+StepKind Engine::next_step(std::span<const GroupOptions> options) const { return impl_->next_step(options); }
+void Engine::sync(Communicator& communicator, std::span<const Tensor> tensors, std::span<const GroupOptions> options,
+                  int threads) {
+  impl_->sync(communicator, tensors, options, threads);
+}
+void Engine::adopt(std::span<const Tensor> tensors, std::span<const GroupOptions> options,
+                   std::span<const std::int64_t> indices) {
+  impl_->adopt(tensors, options, indices);
+}
+void Engine::write_parameters(std::span<const Tensor> tensors, std::span<const GroupOptions> options) const {
+  impl_->write_parameters(tensors, options);
+}
+const Counters& Engine::counters() const { return impl_->counters(); }
+void Engine::set_counters(Counters counters) { impl_->set_counters(std::move(counters)); }
+const Stats& Engine::stats() const { return impl_->stats(); }
+const Recipe& Engine::recipe() const { return impl_->recipe(); }
+float* Engine::vector(std::string_view name, std::int64_t group) const { return impl_->vector(name, group); }
+std::vector<std::byte> Engine::save() const { return impl_->save(); }
+void Engine::load(std::span<const std::byte> bytes) { impl_->load(bytes); }
+
+}  // namespace zeroone

@@ -1,0 +1,106 @@
+// One exchange of slabs among the ranks: encode, the server's mean, decode, residuals. The engine and the bare
+// collective share it.
+//
+// Until `commit_server_error`, an exchange has written nothing but wire memory and server_mean.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "engine/function_ref.h"
+#include "engine/layout.h"
+#include "engine/thread_pool.h"
+#include "zeroone/code.h"
+#include "zeroone/collective.h"
+
+namespace zeroone {
+
+/// Starts every message. docs/arithmetic.md, section Message.
+struct Header {
+  std::uint32_t magic = 0x306f657a;
+  std::uint16_t kind = 0;
+  std::uint16_t flags = 0;
+  std::int64_t step = 0;
+  double lr = 0;
+  std::uint64_t settings = 0;
+  std::uint64_t adopted = 0;
+};
+static_assert(sizeof(Header) == 40);
+
+inline constexpr std::uint16_t kNotFinite = 1;
+inline constexpr std::uint16_t kFailed = 2;
+
+/// What an exchange needs of one slab. Pointers are null where there is none.
+struct ExchangeSlab {
+  const SlabLayout* layout = nullptr;
+  const float* support = nullptr;               // [numel]: > 0 where a coordinate takes part; null: all do
+  float* server_error = nullptr;                // [L]: what this rank's chunk lost so far
+  std::span<const std::int64_t> born;           // per block: coordinates that take part
+  std::vector<float> server_mean;               // [L]: what this rank's contribution was encoded from
+  std::vector<float> statistic;                 // per piece
+  float rho = 1;
+  bool active = true;  // takes part in this round; equal on all ranks
+};
+
+class Exchange final : public Payload {
+ public:
+  /// Fills the values of `piece` of slab `slab`, in `scratch` (kTile floats) or elsewhere.
+  using Source = FunctionRef<const float*(std::size_t slab, const Piece& piece, float* scratch)>;
+  /// Decides over the headers of all ranks, in rank order; see Payload::inspect.
+  using Inspect = FunctionRef<bool(std::span<const Header> headers)>;
+
+  Exchange(const Code& code, std::vector<ExchangeSlab> slabs, int rank, int ranks);
+
+  std::vector<ExchangeSlab>& slabs() { return slabs_; }
+  std::size_t message_bytes() const override { return message_bytes_; }
+
+  /// Writes this rank's messages to `wire`; false: some value was not finite. `header` goes in front of each.
+  bool encode(Wire& wire, ThreadPool& pool, int threads, Source source);
+  void set_header(Wire& wire, const Header& header);
+
+  /// Sends them. False: `inspect` said that there is nothing to combine. On an exception nothing has changed.
+  bool run(Communicator& communicator, const Collective& collective, Wire& wire, ThreadPool& pool, int threads,
+           Inspect inspect);
+
+  /// What this rank sent, and what all received, for one piece. After `run`, until the next `encode`.
+  void decode_own(const Wire& wire, std::size_t slab, const Piece& piece, float* out) const;
+  void decode_result(const Wire& wire, std::size_t slab, const Piece& piece, float* out) const;
+
+  /// Writes the new server_error of active slabs.
+  void commit_server_error(const Wire& wire, ThreadPool& pool, int threads);
+
+ private:
+  bool inspect(const std::byte* received) override;
+  void combine(const std::byte* received, std::byte* contribution) override;
+  void inspect_result(const std::byte* result) override;
+
+  std::byte* section(std::byte* messages, std::int64_t chunk, std::size_t slab) const {
+    return messages + static_cast<std::size_t>(chunk) * message_bytes_ + section_offset_[slab];
+  }
+  const std::byte* section(const std::byte* messages, std::int64_t chunk, std::size_t slab) const {
+    return messages + static_cast<std::size_t>(chunk) * message_bytes_ + section_offset_[slab];
+  }
+  void decode(const std::byte* messages, std::size_t slab, const Piece& piece, float* out) const;
+  /// Calls body(piece index, piece, its start in the chunk) for the pieces of this rank's chunk, on all threads.
+  template <typename Body>
+  void for_own_tiles(std::size_t slab, Body body);
+  /// Adds the statistics of the pieces of `chunk`'s blocks and writes the scales. False: not finite.
+  bool seal(std::int64_t chunk, std::size_t slab, std::byte* section) const;
+
+  const Code& code_;
+  std::vector<ExchangeSlab> slabs_;
+  std::vector<std::size_t> section_offset_;
+  std::vector<Header> headers_;
+  Header header_;
+  std::size_t message_bytes_ = 0;
+  std::int64_t rank_;
+  std::int64_t ranks_;
+  // Of the round that runs.
+  ThreadPool* pool_ = nullptr;
+  int threads_ = 1;
+  const Inspect* inspect_ = nullptr;
+};
+
+}  // namespace zeroone

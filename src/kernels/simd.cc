@@ -1,0 +1,372 @@
+// SIMD kernels with Highway. This file is compiled once per instruction set with that set's flags; ZEROONE_ISA names
+// it. It defines one symbol, the table: nothing compiled here may be linked into code for older processors.
+#include <hwy/cache_control.h>
+#include <hwy/highway.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "formulas.h"
+#include "kernels.h"
+
+namespace zeroone {
+namespace {
+
+namespace f = formulas;
+namespace hn = hwy::HWY_NAMESPACE;
+
+using D = hn::CappedTag<float, f::kLanes>;
+using V = hn::Vec<D>;
+constexpr D d;
+constexpr std::int64_t kN = static_cast<std::int64_t>(hn::MaxLanes(d));
+constexpr std::int64_t kVectors = f::kLanes / kN;  // per group of kLanes elements
+static_assert(kN > 1 && f::kLanes % kN == 0);
+
+HWY_INLINE V load(const float* p) { return hn::LoadU(d, p); }
+HWY_INLINE void store(V x, float* p) { hn::StoreU(x, d, p); }
+HWY_INLINE V set(float x) { return hn::Set(d, x); }
+
+// StepScalars in registers, and formulas.h on vectors.
+struct Formulas {
+  explicit HWY_INLINE Formulas(const StepScalars& s)
+      : beta1(set(s.beta1)),
+        one_minus_beta1(set(s.one_minus_beta1)),
+        beta2(set(s.beta2)),
+        one_minus_beta2(set(s.one_minus_beta2)),
+        eps(set(s.eps)),
+        correction(set(s.second_moment_correction)),
+        weight(set(s.momentum_weight)),
+        step_size(set(s.step_size)),
+        decay(set(s.decay)),
+        momentum_sum(set(s.momentum_sum)) {}
+
+  HWY_INLINE V momentum(V m, V g) const { return hn::Add(hn::Mul(beta1, m), hn::Mul(one_minus_beta1, g)); }
+  HWY_INLINE V second_moment(V v, V g) const {
+    return hn::Add(hn::Mul(beta2, v), hn::Mul(one_minus_beta2, hn::Mul(g, g)));
+  }
+  HWY_INLINE V update(V z, V v) const {
+    const V denominator = hn::Add(hn::Sqrt(hn::Mul(v, correction)), eps);
+    return hn::IfThenElseZero(born(v), hn::Div(hn::Mul(step_size, z), denominator));
+  }
+  HWY_INLINE V accumulate(V u, V m, V v) const {
+    return hn::IfThenElseZero(born(v), hn::Add(u, hn::Mul(weight, m)));
+  }
+  HWY_INLINE V parameter(V a, V z, V v) const { return hn::Sub(hn::Mul(decay, a), update(z, v)); }
+
+  static HWY_INLINE hn::Mask<D> born(V v) { return hn::Gt(v, hn::Zero(d)); }
+
+  V beta1, one_minus_beta1, beta2, one_minus_beta2, eps, correction, weight, step_size, decay, momentum_sum;
+};
+
+void adam_refresh(const StepScalars& s, std::int64_t n, const float* HWY_RESTRICT g, float* HWY_RESTRICT m,
+                  float* HWY_RESTRICT v, float* HWY_RESTRICT a) {
+  const Formulas formulas(s);
+  std::int64_t i = 0;
+  for (; i + kN <= n; i += kN) {
+    const V gi = load(g + i);
+    const V vi = formulas.second_moment(load(v + i), gi);
+    const V mi = formulas.momentum(load(m + i), gi);
+    store(vi, v + i);
+    store(mi, m + i);
+    store(formulas.parameter(load(a + i), mi, vi), a + i);
+  }
+  for (; i < n; ++i) {
+    v[i] = f::second_moment(s, v[i], g[i]);
+    m[i] = f::momentum(s, m[i], g[i]);
+    a[i] = f::parameter(s, a[i], m[i], v[i]);
+  }
+}
+
+template <bool kStream>
+void local_step(const StepScalars& s, std::int64_t n, const float* HWY_RESTRICT g, float* HWY_RESTRICT m,
+                float* HWY_RESTRICT u, const float* HWY_RESTRICT a, const float* HWY_RESTRICT v,
+                float* HWY_RESTRICT x) {
+  const Formulas formulas(s);
+  std::int64_t i = 0;
+  for (; i + kN <= n; i += kN) {
+    const V vi = load(v + i);
+    const V mi = formulas.momentum(load(m + i), load(g + i));
+    const V ui = formulas.accumulate(load(u + i), mi, vi);
+    store(mi, m + i);
+    store(ui, u + i);
+    const V xi = formulas.parameter(load(a + i), ui, vi);
+    if constexpr (kStream) {
+      hn::Stream(xi, d, x + i);
+    } else {
+      store(xi, x + i);
+    }
+  }
+  for (; i < n; ++i) {
+    m[i] = f::momentum(s, m[i], g[i]);
+    u[i] = f::accumulate(s, u[i], m[i], v[i]);
+    x[i] = f::parameter(s, a[i], u[i], v[i]);
+  }
+  if constexpr (kStream) hwy::FlushStream();
+}
+
+void adam_local_step(const StepScalars& s, std::int64_t n, const float* g, float* m, float* u, const float* a,
+                     const float* v, float* x, bool stream) {
+  const bool aligned = reinterpret_cast<std::uintptr_t>(x) % (kN * sizeof(float)) == 0;
+  (stream && aligned ? local_step<true> : local_step<false>)(s, n, g, m, u, a, v, x);
+}
+
+void adam_peek(const StepScalars& s, std::int64_t n, const float* HWY_RESTRICT g, const float* HWY_RESTRICT m,
+               const float* HWY_RESTRICT u, const float* HWY_RESTRICT v, float* HWY_RESTRICT out) {
+  const Formulas formulas(s);
+  std::int64_t i = 0;
+  for (; i + kN <= n; i += kN) {
+    store(formulas.accumulate(load(u + i), formulas.momentum(load(m + i), load(g + i)), load(v + i)), out + i);
+  }
+  for (; i < n; ++i) out[i] = f::accumulate(s, u[i], f::momentum(s, m[i], g[i]), v[i]);
+}
+
+void adam_commit(const StepScalars& s, std::int64_t n, const float* HWY_RESTRICT average, float* HWY_RESTRICT m,
+                 float* HWY_RESTRICT u, float* HWY_RESTRICT a, const float* HWY_RESTRICT v) {
+  const Formulas formulas(s);
+  std::int64_t i = 0;
+  for (; i + kN <= n; i += kN) {
+    const V average_i = load(average + i);
+    store(formulas.parameter(load(a + i), average_i, load(v + i)), a + i);
+    store(hn::Div(average_i, formulas.momentum_sum), m + i);
+    store(hn::Zero(d), u + i);
+  }
+  for (; i < n; ++i) {
+    a[i] = f::parameter(s, a[i], average[i], v[i]);
+    m[i] = average[i] / s.momentum_sum;
+    u[i] = 0;
+  }
+}
+
+void adam_parameter(const StepScalars& s, std::int64_t n, const float* HWY_RESTRICT u, const float* HWY_RESTRICT a,
+                    const float* HWY_RESTRICT v, float* HWY_RESTRICT out) {
+  const Formulas formulas(s);
+  std::int64_t i = 0;
+  for (; i + kN <= n; i += kN) store(formulas.parameter(load(a + i), load(u + i), load(v + i)), out + i);
+  for (; i < n; ++i) out[i] = f::parameter(s, a[i], u[i], v[i]);
+}
+
+// Bit i of the result: whether b[i] < 0, for the kN elements of one vector.
+HWY_INLINE std::uint32_t negative_bits(V b) {
+  std::uint8_t bytes[8] = {};
+  hn::StoreMaskBits(d, hn::Lt(b, hn::Zero(d)), bytes);
+  std::uint32_t bits = 0;
+  std::memcpy(&bits, bytes, sizeof bits);
+  return bits & ((1u << kN) - 1);
+}
+
+// scale where the bit is clear, -scale where it is set; `bits` holds those of vector `j` of a group.
+HWY_INLINE V signed_scale(std::uint32_t bits, std::int64_t j, V scale, V minus_scale) {
+  std::uint8_t bytes[8] = {};  // LoadMaskBits may read eight
+  const std::uint32_t own = (bits >> (j * kN)) & ((1u << kN) - 1);
+  std::memcpy(bytes, &own, sizeof own);
+  return hn::IfThenElse(hn::LoadMaskBits(d, bytes), minus_scale, scale);
+}
+
+HWY_INLINE std::uint32_t load_group(const std::uint8_t* bits) {
+  std::uint16_t group = 0;
+  std::memcpy(&group, bits, sizeof group);
+  return group;
+}
+
+template <Scale kScale>
+float encode(std::int64_t n, const float* HWY_RESTRICT b, std::uint8_t* HWY_RESTRICT bits) {
+  V sum[kVectors];
+  for (std::int64_t j = 0; j < kVectors; ++j) sum[j] = hn::Zero(d);
+  std::int64_t i = 0;
+  for (; i + f::kLanes <= n; i += f::kLanes) {
+    std::uint32_t group = 0;
+    for (std::int64_t j = 0; j < kVectors; ++j) {
+      const V x = load(b + i + j * kN);
+      sum[j] = hn::Add(sum[j], kScale == Scale::kL1 ? hn::Abs(x) : hn::Mul(x, x));
+      group |= negative_bits(x) << (j * kN);
+    }
+    const auto word = static_cast<std::uint16_t>(group);
+    std::memcpy(bits + i / 8, &word, sizeof word);
+  }
+  float lane[f::kLanes];
+  for (std::int64_t j = 0; j < kVectors; ++j) store(sum[j], lane + j * kN);
+  for (std::int64_t tail = i; tail < n; ++tail) {
+    if (tail % 8 == 0) bits[tail / 8] = 0;
+    bits[tail / 8] = static_cast<std::uint8_t>(bits[tail / 8] | (f::negative(b[tail]) << (tail % 8)));
+    lane[tail - i] += kScale == Scale::kL1 ? __builtin_fabsf(b[tail]) : b[tail] * b[tail];
+  }
+  return f::reduce_lanes(lane);
+}
+
+float sign_encode(std::int64_t n, const float* b, Scale scale, std::uint8_t* bits) {
+  return (scale == Scale::kL1 ? encode<Scale::kL1> : encode<Scale::kL2>)(n, b, bits);
+}
+
+void sign_decode(std::int64_t n, const std::uint8_t* HWY_RESTRICT bits, float scale, const float* HWY_RESTRICT support,
+                 float* HWY_RESTRICT out) {
+  const V plus = set(scale);
+  const V minus = set(-scale);
+  std::int64_t i = 0;
+  for (; i + f::kLanes <= n; i += f::kLanes) {
+    const std::uint32_t group = load_group(bits + i / 8);
+    for (std::int64_t j = 0; j < kVectors; ++j) {
+      V x = signed_scale(group, j, plus, minus);
+      if (support != nullptr) x = hn::IfThenElseZero(Formulas::born(load(support + i + j * kN)), x);
+      store(x, out + i + j * kN);
+    }
+  }
+  for (; i < n; ++i) out[i] = support == nullptr || support[i] > 0 ? f::decoded(bits, i, scale) : 0.0f;
+}
+
+void sign_accumulate(std::int64_t n, const std::uint8_t* HWY_RESTRICT bits, float scale, float* HWY_RESTRICT sum) {
+  const V plus = set(scale);
+  const V minus = set(-scale);
+  std::int64_t i = 0;
+  for (; i + f::kLanes <= n; i += f::kLanes) {
+    const std::uint32_t group = load_group(bits + i / 8);
+    for (std::int64_t j = 0; j < kVectors; ++j) {
+      float* p = sum + i + j * kN;
+      store(hn::Add(load(p), signed_scale(group, j, plus, minus)), p);
+    }
+  }
+  for (; i < n; ++i) sum[i] += f::decoded(bits, i, scale);
+}
+
+void add(std::int64_t n, const float* HWY_RESTRICT x, float* HWY_RESTRICT sum) {
+  std::int64_t i = 0;
+  for (; i + kN <= n; i += kN) store(hn::Add(load(sum + i), load(x + i)), sum + i);
+  for (; i < n; ++i) sum[i] += x[i];
+}
+
+void subtract(std::int64_t n, const float* x, const float* y, float* out) {
+  std::int64_t i = 0;
+  for (; i + kN <= n; i += kN) store(hn::Sub(load(x + i), load(y + i)), out + i);
+  for (; i < n; ++i) out[i] = x[i] - y[i];
+}
+
+void divide(std::int64_t n, float divisor, float* x) {
+  const V by = set(divisor);
+  std::int64_t i = 0;
+  for (; i + kN <= n; i += kN) store(hn::Div(load(x + i), by), x + i);
+  for (; i < n; ++i) x[i] /= divisor;
+}
+
+void add_residual(std::int64_t n, float rho, const float* HWY_RESTRICT residual, const float* HWY_RESTRICT support,
+                  float* HWY_RESTRICT b) {
+  const V factor = set(rho);
+  std::int64_t i = 0;
+  for (; i + kN <= n; i += kN) {
+    V x = hn::Add(load(b + i), hn::Mul(factor, load(residual + i)));
+    if (support != nullptr) x = hn::IfThenElseZero(Formulas::born(load(support + i)), x);
+    store(x, b + i);
+  }
+  for (; i < n; ++i) b[i] = f::with_residual(b[i], rho, residual[i], support == nullptr ? 1.0f : support[i]);
+}
+
+bool all_finite(std::int64_t n, const float* x) {
+  // 0 * x is 0 where x is finite and NaN elsewhere, and a sum with a NaN is NaN.
+  V sum[4] = {hn::Zero(d), hn::Zero(d), hn::Zero(d), hn::Zero(d)};
+  const V zero = hn::Zero(d);
+  std::int64_t i = 0;
+  for (; i + 4 * kN <= n; i += 4 * kN) {
+    for (std::int64_t j = 0; j < 4; ++j) sum[j] = hn::Add(sum[j], hn::Mul(zero, load(x + i + j * kN)));
+  }
+  float lane[f::kLanes];
+  store(hn::Add(hn::Add(sum[0], sum[1]), hn::Add(sum[2], sum[3])), lane);
+  bool finite = true;
+  for (std::int64_t j = 0; j < kN; ++j) finite = finite && f::finite(lane[j]);
+  for (; i < n; ++i) finite = finite && f::finite(x[i]);
+  return finite;
+}
+
+std::int64_t count_positive(std::int64_t n, const float* x) {
+  std::int64_t count = 0;
+  std::int64_t i = 0;
+  for (; i + kN <= n; i += kN) {
+    count += static_cast<std::int64_t>(hn::CountTrue(d, hn::Gt(load(x + i), hn::Zero(d))));
+  }
+  for (; i < n; ++i) count += x[i] > 0;
+  return count;
+}
+
+using D16 = hn::Rebind<std::uint16_t, D>;
+using D32 = hn::RebindToUnsigned<D>;
+using DHalf = hn::Rebind<hwy::float16_t, D>;
+constexpr D16 d16;
+constexpr D32 d32;
+constexpr DHalf d_half;
+
+void bfloat16_to_float(std::int64_t n, const std::uint16_t* HWY_RESTRICT x, float* HWY_RESTRICT out) {
+  std::int64_t i = 0;
+  for (; i + kN <= n; i += kN) {
+    store(hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(d32, hn::LoadU(d16, x + i)))), out + i);
+  }
+  for (; i < n; ++i) out[i] = f::from_bfloat16(x[i]);
+}
+
+void float_to_bfloat16(std::int64_t n, const float* HWY_RESTRICT x, std::uint16_t* HWY_RESTRICT out) {
+  const auto one = hn::Set(d32, 1);
+  const auto bias = hn::Set(d32, 0x7fff);
+  std::int64_t i = 0;
+  for (; i + kN <= n; i += kN) {
+    const V value = load(x + i);
+    const auto bits = hn::BitCast(d32, value);
+    const auto high = hn::ShiftRight<16>(bits);
+    const auto rounded = hn::ShiftRight<16>(hn::Add(hn::Add(bits, bias), hn::And(high, one)));
+    const auto is_nan = hn::RebindMask(d32, hn::Ne(value, value));
+    const auto result = hn::IfThenElse(is_nan, hn::Or(high, hn::Set(d32, 0x40)), rounded);
+    hn::StoreU(hn::DemoteTo(d16, hn::BitCast(hn::RebindToSigned<D32>(), result)), d16, out + i);
+  }
+  for (; i < n; ++i) out[i] = f::to_bfloat16(x[i]);
+}
+
+void float16_to_float(std::int64_t n, const std::uint16_t* HWY_RESTRICT x, float* HWY_RESTRICT out) {
+  std::int64_t i = 0;
+  for (; i + kN <= n; i += kN) {
+    store(hn::PromoteTo(d, hn::BitCast(d_half, hn::LoadU(d16, x + i))), out + i);
+  }
+  for (; i < n; ++i) out[i] = f::from_float16(x[i]);
+}
+
+void float_to_float16(std::int64_t n, const float* HWY_RESTRICT x, std::uint16_t* HWY_RESTRICT out) {
+  std::int64_t i = 0;
+  for (; i + kN <= n; i += kN) {
+    hn::StoreU(hn::BitCast(d16, hn::DemoteTo(d_half, load(x + i))), d16, out + i);
+  }
+  for (; i < n; ++i) out[i] = f::to_float16(x[i]);
+}
+
+#define ZEROONE_TEXT_OF(x) #x
+#define ZEROONE_TEXT(x) ZEROONE_TEXT_OF(x)
+
+constexpr Kernels kTable = {
+    ZEROONE_TEXT(ZEROONE_ISA),
+    static_cast<int>(kN),
+    adam_refresh,
+    adam_local_step,
+    adam_peek,
+    adam_commit,
+    adam_parameter,
+    sign_encode,
+    sign_decode,
+    sign_accumulate,
+    add,
+    subtract,
+    divide,
+    add_residual,
+    all_finite,
+    count_positive,
+    bfloat16_to_float,
+    float_to_bfloat16,
+    float16_to_float,
+    float_to_float16,
+};
+
+}  // namespace
+
+#if HWY_TARGET == HWY_AVX2
+extern const Kernels kAvx2Kernels = kTable;
+#elif HWY_TARGET <= HWY_AVX3 && HWY_ARCH_X86
+extern const Kernels kAvx512Kernels = kTable;
+#elif HWY_ARCH_ARM_A64
+extern const Kernels kNeonKernels = kTable;
+#else
+#error "simd.cc must be compiled with the flags of AVX2, AVX-512 or NEON"
+#endif
+
+}  // namespace zeroone

@@ -1,0 +1,311 @@
+// Every byte of the engine's state, parameters and counters against the plain twin, after every step.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "plain_twin.h"
+#include "plans.h"
+#include "trial.h"
+#include "zeroone/instruction_set.h"
+
+namespace zeroone::test {
+namespace {
+
+using testing::Combine;
+using testing::Range;
+using testing::Values;
+using testing::ValuesIn;
+
+// n elements as one tensor; as three groups with empty tensors, one of them all empty; as many tensors of growing size,
+// which cross the borders of chunks.
+std::vector<std::vector<std::int64_t>> split(std::int64_t n, int style) {
+  if (style == 0) return {{n}};
+  if (style == 1) return {{n / 3, 0, n - n / 3 - n / 5}, {0}, {n / 5, 0}};
+  std::vector<std::vector<std::int64_t>> groups{{}, {}};
+  std::int64_t size = 1;
+  for (std::int64_t left = n; left > 0; left -= size, size += size / 2 + 1) {
+    size = std::min(size, left);
+    groups[groups[0].size() > groups[1].size() ? 1 : 0].push_back(size);
+  }
+  return groups;
+}
+
+void run_steps(Trial& trial, Plan plan, std::int64_t steps) {
+  for (std::int64_t t = 1; t <= steps; ++t) {
+    trial.step(t, options(plan, t, trial.groups().size()));
+    if (testing::Test::HasFailure()) return;
+  }
+  trial.expect_accounts();
+}
+
+void expect_all_kinds(const Trial& trial) {
+  EXPECT_GT(trial.count(StepKind::kLocal), 0);
+  EXPECT_GT(trial.count(StepKind::kSync), 0);
+  EXPECT_GT(trial.count(StepKind::kRefresh), 0);
+}
+
+// What the vectors of a whole run must not be, so that comparing them means something.
+void expect_nontrivial(const Trial& trial) {
+  const Twin<float>::Slab& s = trial.twin().slab(0);
+  const auto nonzero = [](const std::vector<float>& v) {
+    return std::any_of(v.begin(), v.end(), [](float x) { return x != 0; });
+  };
+  EXPECT_TRUE(nonzero(s.v));
+  EXPECT_TRUE(nonzero(s.m[0]));
+  EXPECT_TRUE(nonzero(s.a));
+  // The residuals of one single element are 0: its scale is its magnitude.
+  if (s.layout.numel > 16) {
+    EXPECT_TRUE(nonzero(s.worker_error[0]));
+  }
+}
+
+class SizesAndRanks : public testing::TestWithParam<std::tuple<int, int>> {};
+
+// The other settings rotate, each with a period of its own, so that all pairs of settings meet.
+TEST_P(SizesAndRanks, EveryByteAgrees) {
+  constexpr std::int64_t kSizes[] = {1, 2, 3, 7, 8, 9, 63, 64, 65, 1023, 4097, 100003};
+  constexpr int kWorlds[] = {1, 2, 3, 4, 5, 8, 16};
+  constexpr std::int64_t kIntervals[] = {1, 3, 4, 16};
+  const auto [i, j] = GetParam();
+  const std::int64_t n = kSizes[i];
+  const std::int64_t interval = kIntervals[(i + 3 * j) % 4];
+  Problem problem{
+      .recipe = {plain_doubling(2), plain_interval(interval), (i + j) % 2 == 0 ? Scale::kL1 : Scale::kL2,
+                 (i / 2 + j) % 2 == 0, false},
+      .groups = split(n, (i + j) % 3),
+      .world = kWorlds[j],
+      .threads = 1 + (i + j / 2) % 3,
+  };
+  Trial trial(problem);
+  run_steps(trial, static_cast<Plan>((5 * i + j) % kPlans), n > 50'000 ? 22 : 44);
+  EXPECT_GT(trial.count(StepKind::kSync), 0);
+  EXPECT_GT(trial.count(StepKind::kRefresh), 0);
+  if (interval > 1) {
+    EXPECT_GT(trial.count(StepKind::kLocal), 0);
+  }
+  expect_nontrivial(trial);
+}
+
+INSTANTIATE_TEST_SUITE_P(Twin, SizesAndRanks, Combine(Range(0, 12), Range(0, 7)));
+
+class Plans : public testing::TestWithParam<std::tuple<int, Scale, int>> {};
+
+TEST_P(Plans, ZeroOneAdamAtAnyInterval) {
+  const auto [plan, scale, world] = GetParam();
+  for (const std::int64_t interval : {1, 3, 4, 16}) {
+    SCOPED_TRACE("interval " + std::to_string(interval));
+    Trial trial({.recipe = {plain_doubling(3), plain_interval(interval), scale, true, false},
+                 .groups = {{30, 0, 41}, {17, 8}, {9}},
+                 .world = world});
+    run_steps(trial, static_cast<Plan>(plan), 70);
+    if (interval > 1) expect_all_kinds(trial);
+    expect_nontrivial(trial);
+  }
+}
+
+TEST_P(Plans, ZeroOneAdamTiedToTheLearningRate) {
+  const auto [plan, scale, world] = GetParam();
+  for (const std::int64_t max_interval : {1, 5, 16}) {
+    SCOPED_TRACE("max_interval " + std::to_string(max_interval));
+    Trial trial({.recipe = {plain_doubling(4, 90), plain_tied(max_interval), scale, false, false},
+                 .groups = {{30, 0, 41}, {17, 8}, {9}},
+                 .world = world});
+    run_steps(trial, static_cast<Plan>(plan), 120);
+    if (max_interval > 1 && static_cast<Plan>(plan) == Plan::kDecay) expect_all_kinds(trial);
+    EXPECT_GT(trial.count(StepKind::kSync), 0);
+  }
+}
+
+TEST_P(Plans, OneBitAdam) {
+  const auto [plan, scale, world] = GetParam();
+  for (const bool bias_correction : {false, true}) {
+    Trial trial({.recipe = plain_one_bit_adam(6, scale, bias_correction),
+                 .groups = {{30, 0, 41}, {17, 8}, {9}},
+                 .world = world});
+    run_steps(trial, static_cast<Plan>(plan), 40);
+    EXPECT_EQ(trial.count(StepKind::kRefresh), 6);
+    EXPECT_GT(trial.count(StepKind::kSync), 20);
+    expect_nontrivial(trial);
+  }
+}
+
+TEST_P(Plans, AdamW) {
+  const auto [plan, scale, world] = GetParam();
+  Trial trial({.recipe = plain_adamw(scale == Scale::kL1), .groups = {{30, 0, 41}, {17, 8}, {9}}, .world = world});
+  run_steps(trial, static_cast<Plan>(plan), 40);
+  EXPECT_EQ(trial.count(StepKind::kRefresh), 40);
+}
+
+INSTANTIATE_TEST_SUITE_P(Twin, Plans,
+                         Combine(Range(0, kPlans), Values(Scale::kL1, Scale::kL2), Values(1, 2, 3, 5)));
+
+// The first steps have no born coordinate, syncs come where the list says, and v is held from step 20 on.
+TEST(Twin, ListedSteps) {
+  Trial trial({.recipe = {plain_steps({4, 5, 9, 20}), plain_steps({2, 8, 9, 15, 19, 30, 31}), Scale::kL1, true, false},
+               .groups = {{100, 33}},
+               .world = 3});
+  std::string kinds;
+  for (std::int64_t t = 1; t <= 34; ++t) kinds += "LRSK"[static_cast<int>(trial.step(t, options(Plan::kConstant, t, 1)))];
+  // The refresh of step 4 waits for the sync of step 8, the next one in the list for that of step 15.
+  EXPECT_EQ(kinds, "LSLRRLLSRLLLLLSLLLSRLLLLLLLLLSSLLL");
+  trial.expect_accounts();
+}
+
+// A refresh that has not taken place by `until` takes place no more.
+TEST(Twin, UntilIsTheLastStepThatChangesV) {
+  for (std::int64_t until = 1; until <= 24; ++until) {
+    Trial trial({.recipe = {plain_doubling(1, until), plain_interval(4), Scale::kL1, true, false},
+                 .groups = {{50}},
+                 .world = 2});
+    for (std::int64_t t = 1; t <= 40; ++t) {
+      const StepKind kind = trial.step(t, options(Plan::kConstant, t, 1));
+      EXPECT_FALSE(kind == StepKind::kRefresh && t > until) << "t " << t << ", until " << until;
+    }
+    EXPECT_GT(trial.count(StepKind::kRefresh), 0);
+  }
+}
+
+TEST(Twin, SyncsByCall) {
+  Trial trial({.recipe = {plain_doubling(3), plain_tied(16), Scale::kL1, true, false},
+               .groups = {{70, 5}, {11}},
+               .world = 3});
+  int sent = 0, idle = 0;
+  for (std::int64_t t = 1; t <= 90; ++t) {
+    const std::vector<GroupOptions> o = options(t < 50 ? Plan::kDecay : Plan::kStillGroup, t, 2);
+    trial.step(t, o);
+    if (mix(static_cast<std::uint64_t>(t)) % 4 == 0) ++(trial.sync(o) ? sent : idle);
+  }
+  EXPECT_GT(sent, 3);
+  EXPECT_GT(idle, 3);
+  expect_all_kinds(trial);
+  trial.expect_accounts();
+}
+
+// A rank whose gradient is not finite counts as zero; where no rank has a finite one, a step with an exchange, and on
+// one rank any step, leaves no trace.
+class NonFinite : public testing::TestWithParam<int> {};
+
+TEST_P(NonFinite, CountsAsZeroOrSkips) {
+  Trial trial({.recipe = {plain_doubling(2), plain_interval(3), Scale::kL1, true, false},
+               .groups = {{70, 5}, {11}},
+               .world = GetParam(),
+               .nonfinite = [](std::int64_t draw, int rank) {
+                 const std::uint64_t x = mix(static_cast<std::uint64_t>(draw));
+                 return x % 3 == 0 || (x % 3 == 1 && rank == static_cast<int>(x / 3 % 3));
+               }});
+  std::int64_t hit = 0;
+  for (std::int64_t t = 1; t <= 120; ++t) {
+    trial.step(t, options(Plan::kConstant, t, 2));
+    hit += std::isfinite(trial.gradients()[0][0][37]) && std::isfinite(trial.gradients()[0][1][5]) ? 0 : 1;
+  }
+  EXPECT_GT(hit, 30);
+  EXPECT_GT(trial.count(StepKind::kSkipped), 10);
+  expect_all_kinds(trial);
+  EXPECT_EQ(trial.rank(0).engine->stats().skipped_steps, trial.count(StepKind::kSkipped));
+  EXPECT_GT(trial.rank(0).engine->stats().nonfinite_gradients, 0);
+  for (int r = 0; r < trial.world(); ++r) {
+    for (const float x : trial.vector(r, "worker_error", 0)) EXPECT_TRUE(std::isfinite(x));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Twin, NonFinite, Values(1, 2, 3));
+
+TEST(Twin, ThreadsGiveTheSameBytes) {
+  for (int threads = 1; threads <= 3; ++threads) {
+    SCOPED_TRACE("threads " + std::to_string(threads));
+    Trial trial({.recipe = {plain_doubling(2), plain_interval(3), Scale::kL2, true, false},
+                 .groups = {{20'001, 7, 4099}, {9001}},
+                 .world = 2,
+                 .threads = threads});
+    run_steps(trial, Plan::kDrop, 22);
+    expect_all_kinds(trial);
+  }
+}
+
+class InstructionSets : public testing::TestWithParam<std::string_view> {};
+
+TEST_P(InstructionSets, GiveTheSameBytes) {
+  const std::string_view before = instruction_set();
+  select_instruction_set(GetParam());
+  for (const Scale scale : {Scale::kL1, Scale::kL2}) {
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+      Trial trial({.recipe = {plain_doubling(2), plain_interval(3), scale, true, false},
+                   .groups = {{2049, 7, 4099}, {31, 33}, {5}},
+                   .world = 3,
+                   .dtype = dtype});
+      run_steps(trial, Plan::kDrop, 22);
+      expect_all_kinds(trial);
+      Trial one_bit({.recipe = plain_one_bit_adam(3, scale), .groups = {{2049, 7}, {31}}, .world = 2, .dtype = dtype});
+      run_steps(one_bit, Plan::kDrop, 12);
+    }
+  }
+  select_instruction_set(before);
+}
+
+INSTANTIATE_TEST_SUITE_P(Twin, InstructionSets, ValuesIn(available_instruction_sets()),
+                         [](const auto& set) {
+                           std::string name(set.param);
+                           std::replace_if(name.begin(), name.end(), [](char c) { return !std::isalnum(c); }, '_');
+                           return name;
+                         });
+
+// The bare collective: every coordinate counts as born.
+class BareCollective : public testing::TestWithParam<std::tuple<std::int64_t, int, Scale>> {};
+
+TEST_P(BareCollective, EveryByteAgrees) {
+  const auto [n, world, scale] = GetParam();
+  const Layout layout({n}, world);
+  const auto size = static_cast<std::size_t>(n);
+  const auto ranks = static_cast<std::size_t>(world);
+  const std::vector<char> born(size, 1);
+  std::vector<std::vector<float>> worker_error(ranks, std::vector<float>(size)), values = worker_error;
+  std::vector<float> server_error(size), expected;
+
+  ThreadGroup group(world, kPatience);
+  std::vector<std::unique_ptr<SpyCommunicator>> communicators;
+  std::vector<std::unique_ptr<OneBitAllReduce>> collectives(ranks);
+  for (int r = 0; r < world; ++r) communicators.push_back(std::make_unique<SpyCommunicator>(group, r));
+  run_ranks(group, world, [&](int rank) {
+    const auto r = static_cast<std::size_t>(rank);
+    collectives[r] = std::make_unique<OneBitAllReduce>(*communicators[r], n, scale);
+  });
+  std::vector<std::int64_t> sent;
+  for (const auto& communicator : communicators) sent.push_back(communicator->bytes_sent());
+
+  constexpr int kRounds = 5;
+  for (int round = 0; round < kRounds; ++round) {
+    for (std::size_t r = 0; r < ranks; ++r) {
+      for (std::size_t i = 0; i < size; ++i) values[r][i] = noise(mix(static_cast<std::uint64_t>(round) * 99 + r) + i);
+    }
+    expected = one_bit_mean(layout, born, scale, 1.0F, values, worker_error, server_error);
+    run_ranks(group, world, [&](int rank) {
+      const auto r = static_cast<std::size_t>(rank);
+      collectives[r]->reduce(*communicators[r], values[r].data(), 1 + rank % 2);
+    });
+    for (std::size_t r = 0; r < ranks; ++r) {
+      const OneBitAllReduce& collective = *collectives[r];
+      const auto begin = static_cast<std::size_t>(collective.chunk_begin());
+      const auto chunk = static_cast<std::size_t>(collective.chunk_numel());
+      EXPECT_TRUE(same_bytes(values[r].data(), expected.data(), size)) << "rank " << r;
+      EXPECT_TRUE(same_bytes(collective.worker_error(), worker_error[r].data(), size)) << "rank " << r;
+      if (chunk > 0) {
+        ASSERT_EQ(begin, r * static_cast<std::size_t>(layout.chunk));
+        EXPECT_TRUE(same_bytes(collective.server_error(), server_error.data() + begin, chunk)) << "rank " << r;
+      }
+    }
+  }
+  for (std::size_t r = 0; r < ranks; ++r) {
+    EXPECT_EQ(collectives[r]->bytes_sent(), kRounds * 2 * (world - 1) * (40 + layout.one_bit_bytes()));
+    EXPECT_EQ(collectives[r]->bytes_sent(), communicators[r]->bytes_sent() - sent[r]);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Twin, BareCollective,
+                         Combine(Values(1, 7, 8, 9, 64, 65, 1023, 4097, 100'003), Values(1, 2, 3, 5, 16),
+                                 Values(Scale::kL1, Scale::kL2)));
+
+}  // namespace
+}  // namespace zeroone::test
