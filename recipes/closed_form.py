@@ -17,7 +17,9 @@ class Rounds:
     """The steps, counted from 1, at which something is exchanged."""
 
     refreshes: list[int]  # the exact mean of the gradients
-    syncs: list[int]  # one bit per parameter; a closing `optimizer.sync()` counts as the last step's
+    syncs: list[
+        int
+    ]  # one bit per parameter; a closing `optimizer.sync()` counts as the last step's
 
 
 def adamw(steps: int) -> Rounds:
@@ -65,10 +67,10 @@ def bytes_sent(rounds: Rounds, numels: Sequence[int], world_size: int) -> int:
     floats in a refresh; in a sync L bits and a scale per block, a tensor's part in the chunk.
     """
     length = 8 * math.ceil(sum(numels) / (8 * world_size))
-    one_bit = length // 8 + 4 * max(_blocks(numels, length))
-    message = {"dense": HEADER_BYTES + 4 * length, "one bit": HEADER_BYTES + one_bit}
-    per_peer = len(rounds.refreshes) * message["dense"] + len(rounds.syncs) * message["one bit"]
-    return 2 * (world_size - 1) * per_peer
+    dense = HEADER_BYTES + 4 * length
+    one_bit = HEADER_BYTES + length // 8 + 4 * max(_blocks(numels, length))
+    messages = 2 * (world_size - 1)
+    return messages * (len(rounds.refreshes) * dense + len(rounds.syncs) * one_bit)
 
 
 def _blocks(numels: Sequence[int], length: int) -> list[int]:

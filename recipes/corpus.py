@@ -88,7 +88,7 @@ def read_folder(folder: Path) -> list[str]:
 
 
 def _cut(text: str) -> list[str]:
-    """Cuts a text at blank lines into documents of LONGEST_DOCUMENT characters at most, if it can."""
+    """Cuts a text at blank lines into documents up to LONGEST_DOCUMENT characters, if it can."""
     documents = [""]
     for paragraph in text.split("\n\n"):
         if len(documents[-1]) + len(paragraph) > LONGEST_DOCUMENT and documents[-1]:

@@ -24,34 +24,51 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import closed_form
+import corpus
 import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel, logging
 
-import closed_form
-import corpus
 import zeroone
 
 OPTIMIZERS = {"adamw": "AdamW", "one-bit-adam": "1-bit Adam", "zero-one-adam": "0/1 Adam"}
 TIMEOUT = timedelta(minutes=5)  # the longest that a rank waits for another
 COUNTERS = (
-    "steps rounds refreshes syncs bytes_sent bytes_received dense_bytes bits_per_parameter_step "
-    "skipped_steps local_seconds exchange_seconds"
-).split()
-TABLE = {  # column: cell of a run, given AdamW's loss
+    "steps",
+    "skipped_steps",
+    "rounds",
+    "refreshes",
+    "syncs",
+    "bytes_sent",
+    "bytes_received",
+    "dense_bytes",
+    "bits_per_parameter_step",
+    "local_seconds",
+    "encode_seconds",
+    "exchange_seconds",
+    "commit_seconds",
+)
+TABLE: dict[str, Callable[["Run", float | None], str]] = {  # column: cell, given AdamW's loss
     "optimizer": lambda run, _: OPTIMIZERS[run.optimizer],
     "validation loss": lambda run, _: f"{run.final_loss:.4f}",
-    "against AdamW": lambda run, adamw: f"{run.final_loss / adamw - 1:+.2%}" if adamw else "-",
-    "bits per parameter and step": lambda run, _: f"{run.stats['bits_per_parameter_step']:.3f}",
-    "rounds": lambda run, _: str(run.stats["rounds"]),
-    "MB sent per rank": lambda run, _: f"{run.stats['bytes_sent'] / 1e6:.1f}",
-    "dense fp32 sends": lambda run, _: times(run.stats["dense_bytes"], run.stats["bytes_sent"]),
-    "seconds per step": lambda run, _: f"{run.median_step_seconds:.3f}",
-    "bytes as the closed form says": lambda run, _: "yes" if run.as_closed_form else "**no**",
-    "loopback saw": lambda run, _: times(run.loopback_bytes, run.loopback_expected, digits=3),
+    "to AdamW": lambda run, adamw: f"{run.final_loss / adamw - 1:+.2%}" if adamw else "-",
+    "bits": lambda run, _: f"{run.stats['bits_per_parameter_step']:.3f}",
+    "rounds": lambda run, _: f"{run.stats['rounds']}",
+    "MB sent": lambda run, _: f"{run.stats['bytes_sent'] / 1e6:.1f}",
+    "dense": lambda run, _: ratio(run.stats["dense_bytes"], run.stats["bytes_sent"], ".1f"),
+    "s / step": lambda run, _: f"{run.median_step_seconds:.3f}",
+    "closed form": lambda run, _: "yes" if run.as_closed_form else "**no**",
+    "loopback": lambda run, _: ratio(run.loopback_bytes, run.loopback_expected, ".3f"),
 }
+LEGEND = """\
+to AdamW: difference of the validation losses. bits: per parameter and step. MB sent: by each rank.
+dense: times as much would averaging the gradients in fp32 send. s / step: median. closed form:
+whether rounds and bytes are exactly those that the definition of the algorithm gives. loopback:
+bytes that the kernel saw on the loopback device / bytes that the ranks counted.
+"""
 
 
 @dataclass
@@ -99,52 +116,58 @@ def main() -> None:
         dist.destroy_process_group()
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults that there are."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__.split("\n", 1)[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description=__doc__.split("\n", 1)[0], formatter_class=HelpFormatter
     )
-    model = parser.add_argument_group("model")
-    model.add_argument("--layers", type=positive, default=4)
-    model.add_argument("--width", type=positive, default=192)
-    model.add_argument("--heads", type=positive, default=6)
-    model.add_argument("--context", type=positive, default=128, help="tokens that the model sees")
 
-    data = parser.add_argument_group("data")
-    data.add_argument("--corpus", type=Path, help="folder of .txt, .md and .py files; "
-                      "without it, the documentation that Python ships with")
-    data.add_argument("--cache", type=Path, default=Path("results/corpus"), help="for tokens")
-    data.add_argument("--batch-size", type=positive, default=4, help="sequences per rank and step")
+    add = parser.add_argument_group("model").add_argument
+    add("--layers", type=positive, default=4, help="transformer blocks")
+    add("--width", type=positive, default=192, help="of the embedding")
+    add("--heads", type=positive, default=6, help="of attention, in each block")
+    add("--context", type=positive, default=128, help="tokens in a sequence")
 
-    training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=positive, default=300)
-    training.add_argument("--lr", type=float, default=1e-3, help="at its peak; the cosine after it "
-                          "ends at a tenth")
-    training.add_argument("--warmup-fraction", type=fraction, default=0.1, help="of the steps, in "
-                          "which the learning rate rises")
-    training.add_argument("--weight-decay", type=float, default=0.01)
-    training.add_argument("--clip", type=float, help="largest norm of a rank's own gradient, before "
-                          "anything is averaged (torch.nn.utils.clip_grad_norm_); none by default")
-    training.add_argument("--seed", type=int, default=0, help="of the weights and the batches")
+    add = parser.add_argument_group("data").add_argument
+    text = "of .txt, .md and .py files to train on (default: the documentation in Python itself)"
+    add("--corpus", type=Path, metavar="FOLDER", help=text)
+    add("--cache", type=Path, default=Path("results/corpus"), help="folder for the tokens")
+    add("--batch-size", type=positive, default=4, help="sequences per rank and step")
 
-    optimizer = parser.add_argument_group("optimizer")
-    optimizer.add_argument("--optimizer", action="append", metavar="NAME[,NAME...]",
-                           help=f"{', '.join(OPTIMIZERS)} or all; may be repeated "
-                           "(default: zero-one-adam)")
-    optimizer.add_argument("--freeze-fraction", type=fraction, default=0.2, help="of the steps, "
-                           "after which the second moment stays as it is: 1-bit Adam's dense phase "
-                           "and 0/1 Adam's last refresh")
-    optimizer.add_argument("--kappa", type=positive, default=4, help="0/1 Adam: the gaps between "
-                           "refreshes of the second moment double after this many of them")
-    optimizer.add_argument("--max-interval", type=positive, default=16, help="0/1 Adam: most steps "
-                           "between two syncs; they get rarer as the learning rate falls")
-    optimizer.add_argument("--scale", choices=("l1", "l2"), default="l1", help="of the sign bits")
+    add = parser.add_argument_group("training").add_argument
+    add("--steps", type=positive, default=300, help="of the optimizer")
+    add("--lr", type=float, default=1e-3, help="peak; a cosine takes it down to a tenth")
+    text = "of the steps, in which the learning rate rises"
+    add("--warmup-fraction", type=fraction, default=0.1, help=text)
+    add("--weight-decay", type=float, default=0.01, help="decoupled, of all parameters")
+    text = (
+        "clip each rank's own gradient to this norm, before anything is averaged (default: don't)"
+    )
+    add("--clip", type=float, metavar="NORM", help=text)
+    add("--seed", type=int, default=0, help="of the first weights and of the batches")
 
-    run = parser.add_argument_group("run")
-    run.add_argument("--evaluate-every", type=positive, metavar="STEPS",
-                     help="validate this often (default: a tenth of the steps)")
-    run.add_argument("--output", type=Path, default=Path("results/demo"))
-    run.add_argument("--backend", default="gloo", help="of torch.distributed, for CPU tensors")
+    add = parser.add_argument_group("optimizer").add_argument
+    text = f"{', '.join(OPTIMIZERS)} or all; may be repeated (default: zero-one-adam)"
+    add("--optimizer", action="append", metavar="NAME[,NAME...]", help=text)
+    text = "of the steps: then 1-bit Adam ends its dense phase, 0/1 Adam its refreshes"
+    add("--freeze-fraction", type=fraction, default=0.2, help=text)
+    text = "0/1 Adam: the gap between refreshes doubles after so many of them"
+    add("--kappa", type=positive, default=4, help=text)
+    text = "0/1 Adam: most steps between syncs, which get rarer as the learning rate falls"
+    add("--max-interval", type=positive, default=16, help=text)
+    add("--scale", choices=("l1", "l2"), default="l1", help="norm that scales the one-bit codes")
+
+    add = parser.add_argument_group("run").add_argument
+    text = "steps between validations (default: a tenth of all)"
+    add("--evaluate-every", type=positive, metavar="STEPS", help=text)
+    add("--output", type=Path, metavar="FOLDER", default=Path("results/demo"), help="for results")
+    add("--backend", default="gloo", help="of torch.distributed; it must carry CPU tensors")
 
     options = parser.parse_args()
     options.optimizer = chosen_optimizers(parser, options.optimizer or ["zero-one-adam"])
@@ -163,8 +186,10 @@ def chosen_optimizers(parser: argparse.ArgumentParser, lists: list[str]) -> list
     if "all" in names:
         return list(OPTIMIZERS)
     if unknown := names - set(OPTIMIZERS):
-        parser.error(f"--optimizer: unknown {', '.join(sorted(unknown))}; "
-                     f"known are {', '.join(OPTIMIZERS)}, all")
+        parser.error(
+            f"--optimizer: unknown {', '.join(sorted(unknown))}; "
+            f"known are {', '.join(OPTIMIZERS)}, all"
+        )
     return [name for name in OPTIMIZERS if name in names]
 
 
@@ -205,7 +230,10 @@ def load_corpus(options: argparse.Namespace) -> corpus.Corpus:
             folder = options.corpus
             documents = corpus.read_folder(folder) if folder else corpus.read_python_docs()
             text = corpus.build(documents, options.cache)
-            if min(text.train.size, text.validation.size // dist.get_world_size()) < options.context:
+            if (
+                min(text.train.size, text.validation.size // dist.get_world_size())
+                < options.context
+            ):
                 raise corpus.CorpusError(
                     f"corpus too small: {text.train.size} tokens to train on and "
                     f"{text.validation.size} to validate, for {dist.get_world_size()} ranks with "
@@ -428,13 +456,13 @@ def report(runs: list[Run], options: argparse.Namespace, text: corpus.Corpus) ->
     adamw = next((run.final_loss for run in runs if run.optimizer == "adamw"), None)
     rows = [[cell(run, adamw) for cell in TABLE.values()] for run in runs]
     table = markdown([list(TABLE), *rows])
-    print(f"\n{table}\n")
+    print(f"\n{table}\n\n{LEGEND}")
 
     output = options.output
     output.mkdir(parents=True, exist_ok=True)
-    (output / "results.md").write_text(table + "\n")
+    (output / "results.md").write_text(f"{table}\n\n{LEGEND}")
     results = {
-        "options": {name: value for name, value in vars(options).items()},
+        "options": vars(options),
         "world_size": dist.get_world_size(),
         "corpus": text.digest,
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
@@ -448,8 +476,8 @@ def report(runs: list[Run], options: argparse.Namespace, text: corpus.Corpus) ->
     print(f"results.json, results.md and demo.png are in {output}")
 
 
-def times(value: float | None, unit: float, digits: int = 1) -> str:
-    return f"{value / unit:.{digits}f} x" if value and unit else "-"
+def ratio(value: float | None, unit: float, precision: str) -> str:
+    return f"{value / unit:{precision}} x" if value and unit else "-"
 
 
 def markdown(rows: list[list[str]]) -> str:

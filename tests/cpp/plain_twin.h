@@ -43,7 +43,6 @@ struct PlainSchedule {
 
   void advance(ScheduleState& state, std::int64_t t, const std::vector<double>& lr) const {
     state.next = next_after(state, t, lr);
-    if (state.next > until) state.next = kNever;
     state.last_lr = lr;
     ++state.index;
   }
@@ -232,7 +231,7 @@ class Twin {
     PlainSchedule::observe(next.refresh, lr);
     PlainSchedule::observe(next.sync, lr);
     const bool moves = std::any_of(lr.begin(), lr.end(), [](double x) { return x != 0; });
-    const bool refresh = recipe_.refresh.due(next.refresh, t) && !pending();
+    const bool refresh = (t == 1 || recipe_.refresh.due(next.refresh, t)) && !pending();
     const bool sync = !refresh && recipe_.sync.due(next.sync, t) && (pending() || moves);
 
     std::vector<char> finite;

@@ -1,6 +1,8 @@
 // A round takes place on all ranks or leaves no trace, and ranks that disagree are told so.
 #include <gtest/gtest.h>
 
+#include <cstring>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -9,8 +11,6 @@
 
 namespace zeroone::test {
 namespace {
-
-using testing::PrintToString;
 
 // All that a step may change, of one rank.
 struct Trace {
@@ -162,42 +162,51 @@ class Disagreement : public testing::Test {
   std::vector<Trace> before_;
 };
 
-TEST_F(Disagreement, OverTheLearningRate) {
-  const auto said = failures<DisagreementError>(trial_, [&](Trial::Rank& rank, int r) {
-    std::vector<GroupOptions> o = options_;
-    if (r == 2) o[0].lr = 0.0625;
-    rank.engine->step(*rank.communicator, rank.tensors, o);
-  });
-  expect_naming(said, {"0.001", "0.0625"});
-  expect_recovery();
-}
+struct Difference {
+  std::string name;
+  std::string right, wrong;  // values, as they appear in the message
+  std::function<void(GroupOptions&)> make;
+};
 
-TEST_F(Disagreement, OverAnotherSetting) {
-  for (int setting = 0; setting < 6; ++setting) {
+TEST_F(Disagreement, OverASetting) {
+  const std::vector<Difference> differences{
+      {"lr", "0.002", "0.25", [](GroupOptions& o) { o.lr = 0.25; }},
+      {"betas", "0.8", "0.25", [](GroupOptions& o) { o.beta1 = 0.25; }},
+      {"betas", "0.8", "0.25", [](GroupOptions& o) { o.beta2 = 0.25; }},
+      {"eps", "1e-08", "0.25", [](GroupOptions& o) { o.eps = 0.25; }},
+      {"weight_decay", "0", "0.25", [](GroupOptions& o) { o.weight_decay = 0.25; }},
+      {"maximize", "True", "False", [](GroupOptions& o) { o.maximize = false; }},
+  };
+  for (const Difference& difference : differences) {
     const auto said = failures<DisagreementError>(trial_, [&](Trial::Rank& rank, int r) {
       std::vector<GroupOptions> o = options_;
-      GroupOptions& changed = o[1];
-      if (r == 1 && setting == 0) changed.lr = 0.25;
-      if (r == 1 && setting == 1) changed.beta1 = 0.25;
-      if (r == 1 && setting == 2) changed.beta2 = 0.25;
-      if (r == 1 && setting == 3) changed.eps = 0.25;
-      if (r == 1 && setting == 4) changed.weight_decay = 0.25;
-      if (r == 1 && setting == 5) changed.maximize = !changed.maximize;
+      if (r == 2) difference.make(o[1]);
       rank.engine->step(*rank.communicator, rank.tensors, o);
     });
-    for (const std::string& message : said) EXPECT_FALSE(message.empty());
+    expect_naming(said, {difference.name, "group 1", difference.right, difference.wrong, "rank 2"});
   }
   expect_recovery();
 }
 
+TEST_F(Disagreement, OverTheFirstLearningRate) {
+  const auto said = failures<DisagreementError>(trial_, [&](Trial::Rank& rank, int r) {
+    std::vector<GroupOptions> o = options_;
+    if (r == 0) o[0].lr = 0.0625;
+    rank.engine->step(*rank.communicator, rank.tensors, o);
+  });
+  expect_naming(said, {"lr", "0.001", "0.0625"});
+  expect_recovery();
+}
+
 TEST_F(Disagreement, OverTheOperation) {
-  failures<DisagreementError>(trial_, [&](Trial::Rank& rank, int r) {
+  const auto said = failures<DisagreementError>(trial_, [&](Trial::Rank& rank, int r) {
     if (r == 0) {
       rank.engine->sync(*rank.communicator, rank.tensors, options_);
     } else {
       rank.engine->step(*rank.communicator, rank.tensors, options_);
     }
   });
+  expect_naming(said, {"step", "rank 0 has 4", "rank 1 has 5"});
   expect_recovery();
 }
 
@@ -205,9 +214,7 @@ TEST_F(Disagreement, AnErrorOfOneRankReachesAll) {
   const auto said = failures<DisagreementError>(trial_, [&](Trial::Rank& rank, int r) {
     rank.engine->step(*rank.communicator, rank.tensors, options_, 1, r == 1 ? "gradient is sparse" : "");
   });
-  // The header has but a flag for an error; the text itself is only its own rank's.
-  expect_naming({said[1]}, {"gradient is sparse"});
-  expect_naming(said, {"1"});
+  expect_naming(said, {"rank 1", "gradient is sparse"});
   expect_recovery();
 }
 
@@ -218,9 +225,10 @@ TEST_F(Disagreement, OverAdoptedValues) {
     std::memcpy(rank.parameters[0].data(), values.data(), 200);
     rank.engine->adopt(rank.tensors, options_, std::vector<std::int64_t>{0});
   }
-  failures<DisagreementError>(trial_, [&](Trial::Rank& rank, int) {
+  const auto said = failures<DisagreementError>(trial_, [&](Trial::Rank& rank, int) {
     rank.engine->step(*rank.communicator, rank.tensors, options_);
   });
+  expect_naming(said, {"parameters", "loaded", "rank 0", "rank 1"});
 }
 
 // What every rank says if rank 1 attaches with another layout, recipe, setting or an error.

@@ -1,0 +1,35 @@
+"""Data-parallel training over slow networks: 0/1 Adam and its relatives for PyTorch.
+
+    optimizer = zeroone.ZeroOneAdam(model.parameters(), lr=4e-4, weight_decay=0.01)
+
+in a program that `torchrun` starts sends about 0.1 to 1 bit per parameter and step instead of 32.
+"""
+
+from zeroone import schedules
+from zeroone._core import (
+    CommunicationError,
+    DisagreementError,
+    Error,
+    __version__,
+    available_instruction_sets,
+    instruction_set,
+)
+from zeroone.distributed import OneBitAllReduce, local_gradients
+from zeroone.optim import AdamW, OneBitAdam, ZeroOneAdam
+from zeroone.stats import Stats
+
+__all__ = [
+    "AdamW",
+    "CommunicationError",
+    "DisagreementError",
+    "Error",
+    "OneBitAdam",
+    "OneBitAllReduce",
+    "Stats",
+    "ZeroOneAdam",
+    "__version__",
+    "available_instruction_sets",
+    "instruction_set",
+    "local_gradients",
+    "schedules",
+]

@@ -1,0 +1,220 @@
+"""How ranks talk: a private process group made from the user's, and what is built on it alone."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from zeroone import _core
+
+__all__ = ["OneBitAllReduce", "local_gradients", "make_communicator"]
+
+
+class _ProcessGroupOperations:
+    """The engine's collectives on a ``torch.distributed`` group: bytes of uint8 tensors.
+
+    Buffers are allocated once; a call names buffer, offset and length, so that nothing is
+    converted. Regions are contiguous and of explicit size: Gloo reads strided ones wrongly.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._buffers: dict[int, torch.Tensor] = {}
+        self._next_id = 0
+
+    def allocate(self, size: int) -> tuple[int, int]:
+        buffer = torch.zeros(size, dtype=torch.uint8)
+        self._next_id += 1
+        self._buffers[self._next_id] = buffer
+        return self._next_id, buffer.data_ptr()
+
+    def release(self, buffer: int) -> None:
+        del self._buffers[buffer]
+
+    def _region(self, buffer: int, offset: int, size: int) -> torch.Tensor:
+        return self._buffers[buffer].narrow(0, offset, size)
+
+    def _failed(self, operation: str, size: int, cause: Exception) -> _core.CommunicationError:
+        rank, ranks = self._group.rank(), self._group.size()
+        return _core.CommunicationError(
+            f"{operation} of {size} bytes failed on rank {rank} of {ranks}: {cause}"
+        )
+
+    def all_to_all(
+        self, send: int, offset: int, size: int, receive: int, receive_offset: int, received: int
+    ) -> None:
+        with torch.profiler.record_function("zeroone.all_to_all"):
+            try:
+                dist.all_to_all_single(
+                    self._region(receive, receive_offset, received),
+                    self._region(send, offset, size),
+                    group=self._group,
+                )
+            except RuntimeError as cause:
+                raise self._failed("all_to_all", size, cause) from cause
+
+    def all_gather(
+        self, send: int, offset: int, size: int, receive: int, receive_offset: int, received: int
+    ) -> None:
+        with torch.profiler.record_function("zeroone.all_gather"):
+            try:
+                _all_gather(
+                    self._region(receive, receive_offset, received),
+                    self._region(send, offset, size),
+                    group=self._group,
+                )
+            except RuntimeError as cause:
+                raise self._failed("all_gather", size, cause) from cause
+
+    def broadcast(self, buffer: int, offset: int, size: int, root: int) -> None:
+        with torch.profiler.record_function("zeroone.broadcast"):
+            try:
+                dist.broadcast(
+                    self._region(buffer, offset, size), group=self._group, group_src=root
+                )
+            except RuntimeError as cause:
+                raise self._failed("broadcast", size, cause) from cause
+
+
+# Its name changed in PyTorch 2.13.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout of a group; None (the backend's default) where the backend does not tell."""
+    backend = group._get_backend(torch.device("cpu"))
+    timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout
+
+
+def make_communicator(process_group: dist.ProcessGroup | None = None) -> _core.Communicator:
+    """A communicator over a private copy of ``process_group`` (None: of the default group).
+
+    A collective among the group's ranks, and no one else's. The copy has the group's backend and
+    timeout; it is private because two users of one group, on two threads, would deadlock.
+    """
+    group = process_group if process_group is not None else dist.group.WORLD
+    if group is None:
+        raise RuntimeError("torch.distributed has no default process group")
+    ranks = dist.get_process_group_ranks(group)
+    private = dist.new_group(
+        ranks,
+        timeout=_timeout(group),
+        backend=dist.get_backend_config(group),
+        use_local_synchronization=True,
+        group_desc="zeroone",
+    )
+    return _core.PythonCommunicator(
+        private.rank(), private.size(), _ProcessGroupOperations(private)
+    )
+
+
+class OneBitAllReduce:
+    """The mean of a vector over all ranks for one bit per element, with error feedback.
+
+    The result is the same bytes on every rank. What the code loses is kept in ``worker_error``
+    ([numel]) and ``server_error`` ([this rank's chunk]), fp32, and enters the next call, so that
+    the running mean of the results tends to the running mean of the inputs.
+
+    Args:
+        numel: elements of the vector; at least 1 and equal on all ranks.
+        scale: "l1", a block's mean absolute value, or "l2", its root mean square.
+        process_group: the ranks that take part; None: all, or this process alone where
+            ``torch.distributed`` is not initialised.
+
+    Construction and :meth:`reduce_` are collectives. Not thread-safe.
+
+    Raises:
+        ValueError: an invalid ``numel`` or ``scale`` on this rank.
+        DisagreementError: ranks differ in ``numel`` or ``scale``, or another rank failed.
+    """
+
+    worker_error: torch.Tensor
+    server_error: torch.Tensor
+
+    def __init__(
+        self, numel: int, scale: str = "l1", process_group: dist.ProcessGroup | None = None
+    ) -> None:
+        vectors: dict[str, torch.Tensor] = {}
+
+        def allocate(name: str, group: int, size: int) -> int:
+            vectors[name] = torch.zeros(size)
+            return vectors[name].data_ptr()
+
+        self._numel = numel
+        self._communicator: _core.Communicator
+        if process_group is None and not (dist.is_available() and dist.is_initialized()):
+            self._communicator = _core.LocalCommunicator()
+        else:
+            self._communicator = make_communicator(process_group)
+        try:
+            if numel < 1:
+                raise ValueError(f"Invalid numel: {numel}")
+            native_scale = parse_scale(scale)
+        except ValueError as failure:
+            tell_others(self._communicator, failure)
+            raise
+        self._collective = _core.OneBitAllReduce(self._communicator, numel, native_scale, allocate)
+        self.worker_error = vectors["worker_error"]
+        self.server_error = vectors["server_error"]
+
+    def reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Replaces ``tensor`` (fp32, contiguous, ``numel`` elements, on the CPU) by the mean.
+
+        A rank whose values are not finite counts as zero. On an error the tensor and the residuals
+        are those of before.
+        """
+        if (
+            tensor.dtype != torch.float32
+            or not tensor.is_contiguous()
+            or tensor.numel() != self._numel
+            or tensor.device.type != "cpu"
+        ):
+            raise ValueError(
+                f"expected a contiguous float32 tensor of {self._numel} elements on the CPU, got "
+                f"{tensor.dtype} of {tensor.numel()} elements on {tensor.device}"
+            )
+        values = tensor.detach()
+        self._collective.reduce(self._communicator, values.data_ptr(), torch.get_num_threads())
+        torch.autograd.graph.increment_version(tensor)
+        return tensor
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this rank has handed to the network."""
+        return self._collective.bytes_sent
+
+
+def parse_scale(scale: str) -> _core.Scale:
+    """The native scale; raises ValueError."""
+    try:
+        return {"l1": _core.Scale.L1, "l2": _core.Scale.L2}[scale]
+    except KeyError:
+        raise ValueError(f"Invalid scale: {scale!r} (must be 'l1' or 'l2')") from None
+
+
+def tell_others(communicator: _core.Communicator, failure: Exception) -> None:
+    """Makes the other ranks, which are about to agree on something, raise this rank's failure."""
+    try:
+        _core.agree(communicator, [], f"{type(failure).__name__}: {failure}")
+    except _core.DisagreementError:
+        return  # this rank raises the failure itself
+
+
+def local_gradients(module: DistributedDataParallel) -> DistributedDataParallel:
+    """Opts ``module`` out of its own averaging: gradients stay those of this rank.
+
+    Call it once, before the first backward pass. Buckets and hooks of the module go on to work;
+    nothing is sent.
+    """
+
+    def keep(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    module.register_comm_hook(None, keep)
+    return module
