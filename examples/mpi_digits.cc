@@ -28,7 +28,7 @@ namespace {
 constexpr int kPixels = 64;
 constexpr int kClasses = 10;
 constexpr int kBatch = 16;  // per rank
-constexpr int kSteps = 960;
+constexpr int kSteps = 720;
 constexpr double kPeakLearningRate = 2e-3;
 constexpr double kRequiredAccuracy = 0.95;
 
@@ -50,7 +50,7 @@ std::vector<Digit> load(const char* path) {
   return digits;
 }
 
-// y = W^T x + b, and what that means for gradients.
+// y = W x + b.
 class Layer {
  public:
   Layer(int inputs, int outputs, std::mt19937& random)
@@ -67,16 +67,16 @@ class Layer {
     return y;
   }
 
-  // Adds to the gradients; returns the gradient with respect to x.
-  std::vector<float> backward(const std::vector<float>& x, const std::vector<float>& dy) {
-    std::vector<float> dx(inputs_);
+  void add_gradient(const std::vector<float>& x, const std::vector<float>& dy) {
     for (int i = 0; i < inputs_; ++i) {
-      for (int j = 0; j < outputs_; ++j) {
-        dx[i] += w_[i * outputs_ + j] * dy[j];
-        dw_[i * outputs_ + j] += x[i] * dy[j];
-      }
+      for (int j = 0; j < outputs_; ++j) dw_[i * outputs_ + j] += x[i] * dy[j];
     }
     for (int j = 0; j < outputs_; ++j) db_[j] += dy[j];
+  }
+
+  std::vector<float> backward(const std::vector<float>& dy) const {
+    std::vector<float> dx(inputs_);
+    for (int i = 0; i < inputs_; ++i) dx[i] = std::transform_reduce(dy.begin(), dy.end(), &w_[i * outputs_], 0.0f);
     return dx;
   }
 
@@ -125,7 +125,9 @@ class Network {
         gradient[c] = share * (std::exp(logits[c] - largest) / sum - (c == digit->label ? 1.0f : 0.0f));
       }
       for (std::size_t l = layers_.size(); l-- > 0;) {
-        gradient = layers_[l].backward(values[l], gradient);
+        layers_[l].add_gradient(values[l], gradient);
+        if (l == 0) break;
+        gradient = layers_[l].backward(gradient);
         for (std::size_t i = 0; i < gradient.size(); ++i) gradient[i] *= 1.0f - values[l][i] * values[l][i];  // tanh'
       }
     }
@@ -196,8 +198,8 @@ Result train(const zeroone::Recipe& recipe, zeroone::Communicator& communicator,
     loss += network.learn(batch);
     optimizer.options(0).lr = learning_rate(step);
     optimizer.step();
-    if (rank == 0 && (step + 1) % 240 == 0) {
-      std::printf("%-14s step %d, loss %.4f\n", recipe.name.c_str(), step + 1, loss / 240);
+    if (rank == 0 && (step + 1) % 180 == 0) {
+      std::printf("%-14s step %d, loss %.4f\n", recipe.name.c_str(), step + 1, loss / 180);
       std::fflush(stdout);
       loss = 0;
     }

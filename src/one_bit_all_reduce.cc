@@ -10,6 +10,7 @@
 #include "engine/exchange.h"
 #include "kernels/kernels.h"
 #include "zeroone/error.h"
+#include "zeroone/state_memory.h"
 
 namespace zeroone {
 namespace {
@@ -29,12 +30,8 @@ class OneBitAllReduce::Impl {
         layout_(checked_spec(numel), communicator.size()) {
     agree(communicator, {{"numel", std::to_string(numel)}, {"code", code_->describe()}});
     if (!allocator) {
-      allocator = [this](std::string_view, std::int64_t, std::int64_t n) {
-        owned_.emplace_back(static_cast<std::size_t>(n), 0.0f);
-        return owned_.back().data();
-      };
+      allocator = [this](std::string_view, std::int64_t, std::int64_t n) { return memory_.allocate(n); };
     }
-    owned_.reserve(2);
     worker_error_ = allocator("worker_error", 0, numel);
     server_error_ = allocator("server_error", 0, chunk_numel());
     for (const Block& block : layout_.blocks) {
@@ -113,7 +110,7 @@ class OneBitAllReduce::Impl {
   int rank_;
   SlabLayout layout_;
   std::vector<std::int64_t> born_;
-  std::vector<std::vector<float>> owned_;
+  StateMemory memory_;  // unless the caller has an allocator
   float* worker_error_ = nullptr;
   float* server_error_ = nullptr;
   std::optional<Exchange> exchange_;

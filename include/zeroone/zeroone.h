@@ -12,5 +12,6 @@
 #include "zeroone/preconditioner.h"
 #include "zeroone/recipe.h"
 #include "zeroone/schedule.h"
+#include "zeroone/state_memory.h"
 #include "zeroone/thread_communicator.h"
 #include "zeroone/types.h"

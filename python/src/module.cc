@@ -303,6 +303,12 @@ NB_MODULE(_core, m) {
           "communicator"_a, "values"_a, "threads"_a)
       .def_prop_ro("bytes_sent", &OneBitAllReduce::bytes_sent);
 
+  m.def(
+      "prefer_huge_pages",
+      [](std::uintptr_t address, std::size_t bytes) { prefer_huge_pages(reinterpret_cast<void*>(address), bytes); },
+      "address"_a, "bytes"_a);
+  m.def("skew_of", &skew_of, "index"_a);
+
   m.def("available_instruction_sets", &available_instruction_sets);
   m.def("instruction_set", &instruction_set);
 }

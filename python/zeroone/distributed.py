@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -211,7 +212,7 @@ def local_gradients(module: DistributedDataParallel) -> DistributedDataParallel:
     nothing is sent.
     """
 
-    def keep(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def keep(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future

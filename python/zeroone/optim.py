@@ -17,7 +17,7 @@ __all__ = ["AdamW", "OneBitAdam", "ZeroOneAdam"]
 # Codes of zeroone::DType.
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-# State vectors that are equal on all ranks (between syncs only `exp_avg` is not), and those of a rank.
+# State vectors that are equal on all ranks (`exp_avg`: after a sync), and those of a rank.
 _SHARED = ("exp_avg", "exp_avg_sq", "anchor")
 _OF_RANK = ("accumulated", "worker_error")
 
@@ -33,7 +33,10 @@ class _Vectors:
         self.flat: dict[tuple[str, int], torch.Tensor] = {}
 
     def allocate(self, name: str, group: int, numel: int) -> int:
-        self.flat[name, group] = torch.zeros(numel)
+        skew = _core.skew_of(len(self.flat))
+        memory = torch.empty(numel + skew)
+        _core.prefer_huge_pages(memory.data_ptr(), memory.nbytes)
+        self.flat[name, group] = memory.zero_()[skew:]
         return self.flat[name, group].data_ptr()
 
     def view(self, name: str, group: int, offset: int, like: torch.Tensor) -> torch.Tensor:
@@ -41,7 +44,7 @@ class _Vectors:
 
 
 class _Written:
-    """What a parameter was when the engine last wrote it: any difference means that others wrote."""
+    """What a parameter was when the engine last wrote it; a difference means that others wrote."""
 
     __slots__ = ("device", "dtype", "pointer", "version")
 
@@ -97,9 +100,7 @@ class _Optimizer(torch.optim.Optimizer):
         self._vectors = _Vectors()
         self._written: list[_Written] = []  # of every parameter, in order
         self._borrowed: list[torch.Tensor] = []  # copies of gradients, alive during a call
-        distributed = process_group is not None or (
-            dist.is_available() and dist.is_initialized()
-        )
+        distributed = process_group is not None or (dist.is_available() and dist.is_initialized())
         communicator = make_communicator(process_group) if distributed else None
         try:
             defaults = {
@@ -317,9 +318,7 @@ class _Optimizer(torch.optim.Optimizer):
             failure = error
         try:
             if failure is None:
-                engine.step(
-                    communicator, self._tensors(), self._options(), torch.get_num_threads()
-                )
+                engine.step(communicator, self._tensors(), self._options(), torch.get_num_threads())
             else:  # where the others exchange something at this step, they are told
                 message = f"{type(failure).__name__}: {failure}"
                 engine.step(communicator, [], self._options(), 1, message)

@@ -70,7 +70,7 @@ class Doubling(_Checked):
 
 @dataclass(frozen=True)
 class LearningRateTied(_Checked):
-    """Gaps that grow as the learning rate falls: ``min(max_interval, 2 ** floor(log2(peak / lr)))``.
+    """Gaps of ``min(max_interval, 2 ** floor(log2(peak / lr)))``: they grow as the rate falls.
 
     Where the learning rate has risen since the last time the gap is 1, so a warm-up synchronises
     every step, and a constant learning rate does so for ever. The gap never exceeds

@@ -7,7 +7,6 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
-#include <deque>
 #include <optional>
 #include <sstream>
 #include <utility>
@@ -20,6 +19,7 @@
 #include "engine/thread_pool.h"
 #include "kernels/kernels.h"
 #include "zeroone/error.h"
+#include "zeroone/state_memory.h"
 #include "zeroone/version.h"
 
 namespace zeroone {
@@ -119,10 +119,7 @@ class Engine::Impl {
   Impl(Recipe recipe, std::vector<std::vector<TensorSpec>> groups, Allocator allocator)
       : recipe_(std::move(recipe)), allocator_(std::move(allocator)) {
     if (!allocator_) {
-      allocator_ = [this](std::string_view, std::int64_t, std::int64_t numel) {
-        owned_.emplace_back(static_cast<std::size_t>(numel), 0.0f);
-        return owned_.back().data();
-      };
+      allocator_ = [this](std::string_view, std::int64_t, std::int64_t numel) { return memory_.allocate(numel); };
     }
     std::size_t tensors = 0;
     for (std::vector<TensorSpec>& group : groups) {
@@ -208,7 +205,7 @@ class Engine::Impl {
 
   Recipe recipe_;
   Allocator allocator_;
-  std::deque<std::vector<float>> owned_;
+  StateMemory memory_;  // unless the caller has an allocator
   std::vector<Slab> slabs_;
   std::size_t tensors_ = 0;
   Counters counters_;
@@ -565,7 +562,7 @@ bool Engine::Impl::gradients_finite(const Round& round) {
 bool Engine::Impl::local_step(const Round& round) {
   const Timer timer(stats_.local_seconds);
   const bool finite = ranks_ == 1 || gradients_finite(round);
-  constexpr std::int64_t kBeyondCaches = std::int64_t{1} << 24;
+  constexpr std::int64_t kBeyondCaches = std::int64_t{1} << 22;
   const bool stream = total_numel() >= kBeyondCaches;
   for (std::size_t g = 0; g < slabs_.size(); ++g) {
     const GroupOptions& options = round.options[g];

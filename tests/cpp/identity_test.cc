@@ -1,5 +1,5 @@
-// The identities that a right implementation satisfies: algebra in double on the twin, norm-wise on the library, and
-// bytes where the arithmetic is the same.
+// The identities that a right implementation satisfies: algebra in double on the twin, norm-wise on
+// the library, and bytes where the arithmetic is the same.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <numeric>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -19,14 +20,18 @@ namespace {
 
 using Doubles = std::vector<double>;
 
-double norm(const Doubles& x) { return std::sqrt(std::inner_product(x.begin(), x.end(), x.begin(), 0.0)); }
+double norm(const Doubles& x) {
+  return std::sqrt(std::inner_product(x.begin(), x.end(), x.begin(), 0.0));
+}
 
 Doubles difference(Doubles x, const Doubles& y) {
   for (std::size_t i = 0; i < x.size(); ++i) x[i] -= y[i];
   return x;
 }
 
-Doubles widen(const std::vector<float>& x) { return {x.begin(), x.end()}; }
+Doubles widen(const std::vector<float>& x) {
+  return {x.begin(), x.end()};
+}
 
 // E = mean_i worker_error_i + concat_j server_error_j, from the library's vectors.
 Doubles library_residual(Trial& trial, std::size_t g) {
@@ -34,23 +39,29 @@ Doubles library_residual(Trial& trial, std::size_t g) {
   Doubles e(static_cast<std::size_t>(layout.numel));
   for (int r = 0; r < trial.world(); ++r) {
     const std::vector<float> worker = trial.vector(r, "worker_error", g);
-    for (std::size_t i = 0; i < e.size(); ++i) e[i] += static_cast<double>(worker[i]) / trial.world();
+    for (std::size_t i = 0; i < e.size(); ++i)
+      e[i] += static_cast<double>(worker[i]) / trial.world();
     const std::size_t own = trial.own_chunk(g, static_cast<std::size_t>(r)).size();
-    const float* server = trial.rank(r).engine->vector("server_error", static_cast<std::int64_t>(g));
-    for (std::size_t i = 0; i < own; ++i) e[static_cast<std::size_t>(r * layout.chunk) + i] += server[i];
+    const float* server =
+        trial.rank(r).engine->vector("server_error", static_cast<std::int64_t>(g));
+    for (std::size_t i = 0; i < own; ++i)
+      e[static_cast<std::size_t>(r * layout.chunk) + i] += server[i];
   }
   return e;
 }
 
-// mean_i of the u that the next local step leaves, in double, from the library's vectors and the gradients in `trial`.
+// mean_i of the u that the next local step leaves, in double, from the library's vectors and the
+// gradients in `trial`.
 Doubles mean_next_u(Trial& trial, std::size_t g, const GroupOptions& options, double step_size) {
   const std::vector<float> v = trial.vector(0, "exp_avg_sq", g);
   Doubles mean(v.size());
   for (int r = 0; r < trial.world(); ++r) {
-    const std::vector<float> m = trial.vector(r, "exp_avg", g), u = trial.vector(r, "accumulated", g);
+    const std::vector<float> m = trial.vector(r, "exp_avg", g),
+                             u = trial.vector(r, "accumulated", g);
     const std::vector<float>& gradient = trial.gradients()[static_cast<std::size_t>(r)][g];
     for (std::size_t i = 0; i < v.size(); ++i) {
-      const double next_m = options.beta1 * m[i] + (1 - options.beta1) * (options.maximize ? -1 : 1) * gradient[i];
+      const double next_m =
+          options.beta1 * m[i] + (1 - options.beta1) * (options.maximize ? -1 : 1) * gradient[i];
       const double next_u = options.lr == 0 ? u[i] : u[i] + step_size * next_m;
       mean[i] += v[i] > 0 ? next_u / trial.world() : 0;
     }
@@ -114,7 +125,8 @@ TEST_P(Conservation, OfTheLibrary) {
       rho.push_back(c.previous_sum > 0 ? std::min(1.0, sum[g] / c.previous_sum) : 1);
       // The size of what was rounded.
       size.push_back(norm(u[g]));
-      for (int r = 0; r < world; ++r) size[g] += norm(widen(trial.vector(r, "worker_error", g))) / world;
+      for (int r = 0; r < world; ++r)
+        size[g] += norm(widen(trial.vector(r, "worker_error", g))) / world;
     }
     if (trial.step(t, o) != StepKind::kSync) continue;
     for (std::size_t g = 0; g < 2; ++g) {
@@ -133,26 +145,31 @@ TEST_P(Conservation, OfTheLibrary) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Identity, Conservation,
-                         testing::Combine(testing::Values(1, 2, 3, 8), testing::Values(Scale::kL1, Scale::kL2)));
+                         testing::Combine(testing::Values(1, 2, 3, 8),
+                                          testing::Values(Scale::kL1, Scale::kL2)));
 
 // 2. The virtual iterate y = x - E / D moves by -mean_i u_i / D per interval.
 
-GroupOptions plain_options(double lr) { return {.lr = lr, .weight_decay = 0}; }
+GroupOptions plain_options(double lr) {
+  return {.lr = lr, .weight_decay = 0};
+}
 
 TEST(VirtualIterate, OfTheTwinInDouble) {
   const std::vector<GroupOptions> o{plain_options(1e-2)};
-  Twin<double> twin({plain_every_step(4), plain_interval(5), Scale::kL1, false, false}, {{90, 33}}, 3,
-                    {Doubles(123)});
+  Twin<double> twin({plain_every_step(4), plain_interval(5), Scale::kL1, false, false}, {{90, 33}},
+                    3, {Doubles(123)});
   const auto iterate = [&] {
     Doubles y = twin.residual(0);
-    for (std::size_t i = 0; i < y.size(); ++i) y[i] = twin.slab(0).a[i] - y[i] / twin.denominator(0, i, o[0]);
+    for (std::size_t i = 0; i < y.size(); ++i)
+      y[i] = twin.slab(0).a[i] - y[i] / twin.denominator(0, i, o[0]);
     return y;
   };
   const auto draw = [](std::int64_t t) {
     Twin<double>::Gradients gradients(3, {Doubles(123)});
     for (std::size_t r = 0; r < 3; ++r) {
       for (std::size_t i = 0; i < 123; ++i) {
-        gradients[r][0][i] = noise(i) + 2 * noise(mix(static_cast<std::uint64_t>(t)) + 1000 * r + i);
+        gradients[r][0][i] =
+            noise(i) + 2 * noise(mix(static_cast<std::uint64_t>(t)) + 1000 * r + i);
       }
     }
     return gradients;
@@ -184,7 +201,8 @@ TEST(VirtualIterate, OfTheLibrary) {
   const auto iterate = [&] {
     Doubles y = library_residual(trial, 0);
     const std::vector<float> v = trial.vector(0, "exp_avg_sq", 0), a = trial.vector(0, "anchor", 0);
-    for (std::size_t i = 0; i < y.size(); ++i) y[i] = a[i] - y[i] / (std::sqrt(double{v[i]}) + o[0].eps);
+    for (std::size_t i = 0; i < y.size(); ++i)
+      y[i] = a[i] - y[i] / (std::sqrt(double{v[i]}) + o[0].eps);
     return y;
   };
   for (std::int64_t t = 1; t <= 100; ++t) {
@@ -200,7 +218,8 @@ TEST(VirtualIterate, OfTheLibrary) {
   EXPECT_GE(trial.count(StepKind::kSync), 19);
 }
 
-// 3 and 4. A refresh in every step is AdamW on the mean gradient, 1711.05101, as torch.optim.AdamW computes it.
+// 3 and 4. A refresh in every step is AdamW on the mean gradient, 1711.05101, as torch.optim.AdamW
+// computes it.
 
 struct PlainAdamW {
   Doubles p, m, v;
@@ -225,7 +244,8 @@ class RefreshEveryStep : public testing::TestWithParam<std::tuple<int, bool>> {}
 TEST_P(RefreshEveryStep, IsAdamW) {
   const auto [world, named] = GetParam();
   const PlainRecipe recipe =
-      named ? plain_adamw() : PlainRecipe{plain_every_step(), plain_interval(4), Scale::kL1, true, false};
+      named ? plain_adamw()
+            : PlainRecipe{plain_every_step(), plain_interval(4), Scale::kL1, true, false};
   Trial trial({.recipe = recipe, .groups = {{1000, 37}}, .world = world, .holes = false});
   const Doubles initial = widen(trial.vector(0, "anchor", 0));
   PlainAdamW reference(initial);
@@ -244,22 +264,26 @@ TEST_P(RefreshEveryStep, IsAdamW) {
     reference.step(mean, o[0]);
     const double way = norm(difference(reference.p, initial));
     EXPECT_LT(norm(difference(twin.slab(0).a, reference.p)), 1e-12 * way);
-    EXPECT_LT(norm(difference(widen(trial.vector(0, "anchor", 0)), reference.p)), 1e-5 * way) << "step " << t;
-    EXPECT_LT(norm(difference(widen(trial.vector(0, "exp_avg", 0)), reference.m)), 1e-6 * norm(reference.m));
-    EXPECT_LT(norm(difference(widen(trial.vector(0, "exp_avg_sq", 0)), reference.v)), 1e-6 * norm(reference.v));
+    EXPECT_LT(norm(difference(widen(trial.vector(0, "anchor", 0)), reference.p)), 1e-5 * way)
+        << "step " << t;
+    EXPECT_LT(norm(difference(widen(trial.vector(0, "exp_avg", 0)), reference.m)),
+              1e-6 * norm(reference.m));
+    EXPECT_LT(norm(difference(widen(trial.vector(0, "exp_avg_sq", 0)), reference.v)),
+              1e-6 * norm(reference.v));
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(Identity, RefreshEveryStep,
                          testing::Combine(testing::Values(1, 3, 8), testing::Bool()));
 
-// 5. From the same state, with v held, a sync in every step, a learning rate that is a power of two and no bias
-// correction, 0/1 Adam is 1-bit Adam: scaling by a power of two rounds nothing.
+// 5. From the same state, with v held, a sync in every step, a learning rate that is a power of two
+// and no bias correction, 0/1 Adam is 1-bit Adam: scaling by a power of two rounds nothing.
 TEST(SyncEveryStep, IsOneBitAdam) {
   for (const int world : {1, 2, 5}) {
     const std::vector<GroupOptions> o{{.lr = 0x1p-10, .weight_decay = 0.1}};
-    const Problem one_bit{
-        .recipe = plain_one_bit_adam(5, Scale::kL1, false), .groups = {{300, 0, 77}}, .world = world};
+    const Problem one_bit{.recipe = plain_one_bit_adam(5, Scale::kL1, false),
+                          .groups = {{300, 0, 77}},
+                          .world = world};
     Problem zero_one = one_bit;
     zero_one.recipe = {plain_every_step(5), plain_interval(1), Scale::kL1, false, false};
     Trial left(zero_one), right(one_bit);
@@ -279,7 +303,8 @@ TEST(SyncEveryStep, IsOneBitAdam) {
   }
 }
 
-// 6. Anchor and v are the same bytes on all ranks (the twin has each but once) for thousands of steps.
+// 6. Anchor and v are the same bytes on all ranks (the twin has each but once) for thousands of
+// steps.
 class Replicas : public testing::TestWithParam<std::tuple<DType, Scale>> {};
 
 TEST_P(Replicas, StayEqual) {
@@ -301,11 +326,13 @@ TEST_P(Replicas, StayEqual) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Identity, Replicas,
-                         testing::Combine(testing::Values(DType::kFloat32, DType::kBFloat16, DType::kFloat16),
+                         testing::Combine(testing::Values(DType::kFloat32, DType::kBFloat16,
+                                                          DType::kFloat16),
                                           testing::Values(Scale::kL1, Scale::kL2)));
 
-// 7. A constant u on all ranks: the running mean of u_bar tends to the mean u on born coordinates, and is 0 elsewhere.
-// With beta1 = 0 and a constant learning rate u is lr g, and a sync leaves m = u_bar / S.
+// 7. A constant u on all ranks: the running mean of u_bar tends to the mean u on born coordinates,
+// and is 0 elsewhere. With beta1 = 0 and a constant learning rate u is lr g, and a sync leaves m =
+// u_bar / S.
 TEST(ConstantUpdate, IsTransmittedInTheMean) {
   for (const Scale scale : {Scale::kL1, Scale::kL2}) {
     const std::vector<GroupOptions> o{{.lr = 1e-3, .beta1 = 0, .weight_decay = 0}};
@@ -393,18 +420,22 @@ TEST(Schedules, GoldenLists) {
   EXPECT_EQ(events(*steps({2, 3, 59}), constant), (List{2, 3, 59}));
   // Refreshes in the 12,500 steps of the paper's BERT warm-up: zero_one_adam.md, section 5.
   EXPECT_EQ(events(*doubling(16), std::vector<double>(12'500, 1.0)).size(), 153U);
-  // Step                       1  2    3    4    5    6     7     8     9     10   11   12   13   14 15 16
-  const std::vector<double> lr{1, 0.6, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25, 0.3, 0.3, 0.3, 0.3, 0, 0, 0};
+  // Step                       1  2    3    4    5    6     7     8     9     10   11   12   13 14
+  // 15 16
+  const std::vector<double> lr{1,    0.6, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25,
+                               0.25, 0.3, 0.3, 0.3, 0.3, 0,    0,    0};
   EXPECT_EQ(events(*learning_rate_tied(16), lr), (List{1, 2, 3, 5, 7, 11, 12, 14}));
   EXPECT_EQ(events(*learning_rate_tied(3), lr), (List{1, 2, 3, 5, 7, 10, 11, 13, 15}));
 }
 
 TEST(Schedules, AgreeWithThePlainOnes) {
-  const std::vector<PlainSchedule> all{
-      plain_every_step(),  plain_every_step(100), plain_interval(1), plain_interval(7),
-      plain_doubling(1),   plain_doubling(5),   plain_doubling(16),    plain_tied(1),     plain_tied(2),
-      plain_tied(12),      plain_tied(16),      plain_tied(1000),      plain_doubling(3, 200),
-      plain_steps({1, 2, 9, 30, 31, 300})};
+  const std::vector<PlainSchedule> all{plain_every_step(),     plain_every_step(100),
+                                       plain_interval(1),      plain_interval(7),
+                                       plain_doubling(1),      plain_doubling(5),
+                                       plain_doubling(16),     plain_tied(1),
+                                       plain_tied(2),          plain_tied(12),
+                                       plain_tied(16),         plain_tied(1000),
+                                       plain_doubling(3, 200), plain_steps({1, 2, 9, 30, 31, 300})};
   for (const PlainSchedule& plain : all) {
     const SchedulePtr schedule = library_schedule(plain);
     SCOPED_TRACE(schedule->describe());
@@ -445,8 +476,8 @@ TEST(Schedules, GapsNeverExceedTheMaximum) {
   }
 }
 
-// 9. Bytes are those of the closed form, by hand: W = 3, n = 100 + 37 + 9, L = 8 ceil(146 / 24) = 56, chunks [0, 56),
-// [56, 112), [112, 146) with 1, 2 and 2 blocks.
+// 9. Bytes are those of the closed form, by hand: W = 3, n = 100 + 37 + 9, L = 8 ceil(146 / 24) =
+// 56, chunks [0, 56), [56, 112), [112, 146) with 1, 2 and 2 blocks.
 TEST(Bytes, AreTheClosedForm) {
   Trial trial({.recipe = {plain_every_step(5), plain_interval(3), Scale::kL1, true, false},
                .groups = {{100, 37, 9}},
@@ -459,7 +490,8 @@ TEST(Bytes, AreTheClosedForm) {
   EXPECT_EQ(stats.bytes_sent, 5 * 4 * (40 + 4 * 56) + 3 * 4 * (40 + 4 * 2 + 56 / 8));
   EXPECT_NEAR(static_cast<double>(stats.dense_bytes), 14 * 8 * 146 * 2 / 3.0, 14);
   EXPECT_NEAR(stats.bits_per_parameter_step(),
-              32.0 * static_cast<double>(stats.bytes_sent) / static_cast<double>(stats.dense_bytes), 1e-9);
+              32.0 * static_cast<double>(stats.bytes_sent) / static_cast<double>(stats.dense_bytes),
+              1e-9);
 }
 
 // 10. Stop after any step and resume in new engines: no byte differs.
@@ -470,7 +502,8 @@ TEST_P(Resume, AfterAnyStep) {
   for (const bool one_bit : {false, true}) {
     for (const std::int64_t every : {1, 5}) {
       Trial trial({.recipe = one_bit ? plain_one_bit_adam(4)
-                                     : PlainRecipe{plain_doubling(2), plain_tied(7), Scale::kL1, true, false},
+                                     : PlainRecipe{plain_doubling(2), plain_tied(7), Scale::kL1,
+                                                   true, false},
                    .groups = {{70, 0, 33}, {9}},
                    .world = world,
                    .dtype = dtype});
@@ -494,12 +527,15 @@ INSTANTIATE_TEST_SUITE_P(Identity, Resume,
                                           testing::Values(1, 3)));
 
 TEST(Resume, RefusesBytesThatAreNotWhole) {
-  Trial trial({.recipe = {plain_doubling(2), plain_interval(3), Scale::kL1, true, false}, .groups = {{40}, {9}}});
-  Trial other({.recipe = {plain_doubling(2), plain_interval(3), Scale::kL1, true, false}, .groups = {{41}, {8}}});
+  Trial trial({.recipe = {plain_doubling(2), plain_interval(3), Scale::kL1, true, false},
+               .groups = {{40}, {9}}});
+  Trial other({.recipe = {plain_doubling(2), plain_interval(3), Scale::kL1, true, false},
+               .groups = {{41}, {8}}});
   for (std::int64_t t = 1; t <= 9; ++t) trial.step(t, options(Plan::kConstant, t, 2));
   Engine& engine = *trial.rank(0).engine;
   const std::vector<std::byte> whole = engine.save();
-  for (const std::size_t size : {std::size_t{0}, std::size_t{7}, whole.size() / 2, whole.size() - 1}) {
+  for (const std::size_t size :
+       {std::size_t{0}, std::size_t{7}, whole.size() / 2, whole.size() - 1}) {
     EXPECT_THROW(engine.load(std::span(whole).first(size)), InvalidArgument) << size;
   }
   std::vector<std::byte> longer = whole;

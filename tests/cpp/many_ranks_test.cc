@@ -59,7 +59,8 @@ TEST(ManyRanks, StayEqualAtEveryRound) {
     engine.attach(communicator, tensors);
     std::vector<GroupOptions> options(2);
     for (std::int64_t t = 1; t <= kSteps; ++t) {
-      const float* gradient = noises.data() + mix(static_cast<std::uint64_t>(t) * kWorld + r) % 65'536;
+      const float* gradient =
+          noises.data() + mix(static_cast<std::uint64_t>(t) * kWorld + r) % 65'536;
       tensors[0].gradient = gradient;
       tensors[1].gradient = gradient + large_tensor;
       tensors[2].gradient = gradient + large_tensor + 7;
@@ -83,7 +84,8 @@ TEST(ManyRanks, StayEqualAtEveryRound) {
     EXPECT_EQ(bytes[r], bytes[0]);
   }
   const auto count = [&](StepKind kind) {
-    return std::count_if(rounds[0].begin(), rounds[0].end(), [&](const Round& x) { return x.kind == kind; });
+    return std::count_if(rounds[0].begin(), rounds[0].end(),
+                         [&](const Round& x) { return x.kind == kind; });
   };
   EXPECT_GT(count(StepKind::kRefresh), 10);
   EXPECT_GT(count(StepKind::kSync), 20);
@@ -92,7 +94,8 @@ TEST(ManyRanks, StayEqualAtEveryRound) {
   for (std::size_t i = 1; i < rounds[0].size(); ++i) {
     EXPECT_NE(rounds[0][i].anchor, rounds[0][i - 1].anchor);
     EXPECT_NE(rounds[0][i].momentum, rounds[0][i - 1].momentum);
-    EXPECT_EQ(rounds[0][i].second_moment != rounds[0][i - 1].second_moment, rounds[0][i].kind == StepKind::kRefresh);
+    EXPECT_EQ(rounds[0][i].second_moment != rounds[0][i - 1].second_moment,
+              rounds[0][i].kind == StepKind::kRefresh);
   }
 }
 

@@ -1,8 +1,9 @@
-// The whole algorithm once more, all ranks in one object, written to be read: no tiles, no threads, no messages.
+// The whole algorithm once more, all ranks in one object, written to be read: no tiles, no threads,
+// no messages.
 //
-// It follows the specification (2202.06009, sections 3 to 5, as docs/arithmetic.md fixes it) and shares with src/ only
-// plain data. Twin<float> repeats the documented operations bit for bit (compile with -ffp-contract=off);
-// Twin<double> is for algebraic identities.
+// It follows the specification (2202.06009, sections 3 to 5, as docs/arithmetic.md fixes it) and
+// shares with src/ only plain data. Twin<float> repeats the documented operations bit for bit
+// (compile with -ffp-contract=off); Twin<double> is for algebraic identities.
 #pragma once
 
 #include <algorithm>
@@ -36,10 +37,13 @@ struct PlainSchedule {
 
   static void observe(ScheduleState& state, const std::vector<double>& lr) {
     state.peak_lr.resize(lr.size(), 0.0);
-    for (std::size_t g = 0; g < lr.size(); ++g) state.peak_lr[g] = std::max(state.peak_lr[g], lr[g]);
+    for (std::size_t g = 0; g < lr.size(); ++g)
+      state.peak_lr[g] = std::max(state.peak_lr[g], lr[g]);
   }
 
-  bool due(const ScheduleState& state, std::int64_t t) const { return t >= state.next && t <= until; }
+  bool due(const ScheduleState& state, std::int64_t t) const {
+    return t >= state.next && t <= until;
+  }
 
   void advance(ScheduleState& state, std::int64_t t, const std::vector<double>& lr) const {
     state.next = next_after(state, t, lr);
@@ -48,12 +52,17 @@ struct PlainSchedule {
   }
 
  private:
-  std::int64_t next_after(const ScheduleState& state, std::int64_t t, const std::vector<double>& lr) const {
+  std::int64_t next_after(const ScheduleState& state, std::int64_t t,
+                          const std::vector<double>& lr) const {
     switch (kind) {
-      case Kind::kEveryStep: return t + 1;
-      case Kind::kInterval: return t + number;
-      case Kind::kDoubling: return t + power_of_two(state.index / number);
-      case Kind::kLearningRateTied: return t + tied_gap(state, lr);
+      case Kind::kEveryStep:
+        return t + 1;
+      case Kind::kInterval:
+        return t + number;
+      case Kind::kDoubling:
+        return t + power_of_two(state.index / number);
+      case Kind::kLearningRateTied:
+        return t + tied_gap(state, lr);
       case Kind::kSteps: {
         const auto later = std::upper_bound(list.begin(), list.end(), t);
         return later == list.end() ? kNever : *later;
@@ -66,7 +75,8 @@ struct PlainSchedule {
     return std::int64_t{1} << std::min<std::int64_t>(exponent, 40);
   }
 
-  // min(H, 2^floor(log2(peak / lr))) of the group with the smallest peak / lr; 1 when a learning rate has risen.
+  // min(H, 2^floor(log2(peak / lr))) of the group with the smallest peak / lr; 1 when a learning
+  // rate has risen.
   std::int64_t tied_gap(const ScheduleState& state, const std::vector<double>& lr) const {
     bool any_peak = false;
     double ratio = HUGE_VAL;  // peak / lr
@@ -102,7 +112,8 @@ struct PlainRecipe {
   PlainSchedule sync;
   Scale scale = Scale::kL1;
   bool bias_correction = true;
-  bool sums_momentum = false;  // 1-bit Adam: u sums m, and the learning rate comes after the average
+  bool sums_momentum =
+      false;  // 1-bit Adam: u sums m, and the learning rate comes after the average
 };
 
 /// How a slab is cut into chunks and blocks: docs/arithmetic.md, "Mean and codes".
@@ -139,7 +150,8 @@ struct Layout {
 
 /// decode(encode(b)) of the sign code, all chunks: +-scale per block, 0 where not born.
 template <typename Real>
-std::vector<Real> one_bit(const Layout& layout, const std::vector<char>& born, Scale kind, const std::vector<Real>& b) {
+std::vector<Real> one_bit(const Layout& layout, const std::vector<char>& born, Scale kind,
+                          const std::vector<Real>& b) {
   constexpr std::int64_t kPiece = 2048;
   std::vector<Real> decoded(b.size(), Real(0));
   for (const Layout::Block& block : layout.blocks) {
@@ -164,23 +176,27 @@ std::vector<Real> one_bit(const Layout& layout, const std::vector<char>& born, S
     if (count == 0) continue;
     const double mean = sum / static_cast<double>(count);
     const Real scale = static_cast<Real>(kind == Scale::kL1 ? mean : std::sqrt(mean));
-    for (auto i = static_cast<std::size_t>(block.begin); i < static_cast<std::size_t>(block.end); ++i) {
+    for (auto i = static_cast<std::size_t>(block.begin); i < static_cast<std::size_t>(block.end);
+         ++i) {
       if (born[i]) decoded[i] = b[i] < 0 ? -scale : scale;
     }
   }
   return decoded;
 }
 
-/// One-bit mean of z over the ranks; updates the residuals. `server_error` is that of all ranks' chunks, in order.
+/// One-bit mean of z over the ranks; updates the residuals. `server_error` is that of all ranks'
+/// chunks, in order.
 template <typename Real>
-std::vector<Real> one_bit_mean(const Layout& layout, const std::vector<char>& born, Scale kind, Real rho,
-                               const std::vector<std::vector<Real>>& z, std::vector<std::vector<Real>>& worker_error,
+std::vector<Real> one_bit_mean(const Layout& layout, const std::vector<char>& born, Scale kind,
+                               Real rho, const std::vector<std::vector<Real>>& z,
+                               std::vector<std::vector<Real>>& worker_error,
                                std::vector<Real>& server_error) {
   const auto n = static_cast<std::size_t>(layout.numel);
   const std::size_t world = z.size();
   std::vector<Real> c(n), b(n);
   for (std::size_t r = 0; r < world; ++r) {
-    for (std::size_t i = 0; i < n; ++i) b[i] = born[i] ? z[r][i] + rho * worker_error[r][i] : Real(0);
+    for (std::size_t i = 0; i < n; ++i)
+      b[i] = born[i] ? z[r][i] + rho * worker_error[r][i] : Real(0);
     const std::vector<Real> decoded = one_bit(layout, born, kind, b);
     for (std::size_t i = 0; i < n; ++i) {
       worker_error[r][i] = b[i] - decoded[i];
@@ -200,7 +216,8 @@ template <typename Real>
 class Twin {
  public:
   using Vector = std::vector<Real>;
-  using Gradients = std::vector<std::vector<Vector>>;  // [rank][group][element]; nothing given counts as zero
+  using Gradients =
+      std::vector<std::vector<Vector>>;  // [rank][group][element]; nothing given counts as zero
 
   /// State of one group. What is equal on all ranks is there once.
   struct Slab {
@@ -280,9 +297,11 @@ class Twin {
   /// D of one coordinate.
   Real denominator(std::size_t g, std::size_t i, const GroupOptions& options) const {
     const std::int64_t k = counters_.slabs[g].refreshes;
-    const double correction =
-        recipe_.bias_correction && k > 0 ? 1 / (1 - std::pow(options.beta2, static_cast<double>(k))) : 1;
-    return std::sqrt(slabs_[g].v[i] * static_cast<Real>(correction)) + static_cast<Real>(options.eps);
+    const double correction = recipe_.bias_correction && k > 0
+                                  ? 1 / (1 - std::pow(options.beta2, static_cast<double>(k)))
+                                  : 1;
+    return std::sqrt(slabs_[g].v[i] * static_cast<Real>(correction)) +
+           static_cast<Real>(options.eps);
   }
 
   /// lr' of the current step.
@@ -295,7 +314,8 @@ class Twin {
   std::vector<double> residual(std::size_t g) const {
     std::vector<double> e(slabs_[g].server_error.begin(), slabs_[g].server_error.end());
     for (const Vector& error : slabs_[g].worker_error) {
-      for (std::size_t i = 0; i < e.size(); ++i) e[i] += static_cast<double>(error[i]) / static_cast<double>(world_);
+      for (std::size_t i = 0; i < e.size(); ++i)
+        e[i] += static_cast<double>(error[i]) / static_cast<double>(world_);
     }
     return e;
   }
@@ -332,7 +352,8 @@ class Twin {
     return kept + added;
   }
 
-  void refresh_slab(std::size_t g, const std::vector<Vector>& gradient, const GroupOptions& options) {
+  void refresh_slab(std::size_t g, const std::vector<Vector>& gradient,
+                    const GroupOptions& options) {
     Slab& s = slabs_[g];
     ++counters_.slabs[g].refreshes;
     const Real lr = static_cast<Real>(step_size(g, options));
@@ -381,8 +402,8 @@ class Twin {
     std::vector<char> born;
     for (const Real v : s.v) born.push_back(v > 0);
     const double rho = c.previous_sum > 0 ? std::min(1.0, c.sum / c.previous_sum) : 1;
-    const Vector average = one_bit_mean(s.layout, born, recipe_.scale, static_cast<Real>(rho), s.u, s.worker_error,
-                                        s.server_error);
+    const Vector average = one_bit_mean(s.layout, born, recipe_.scale, static_cast<Real>(rho), s.u,
+                                        s.worker_error, s.server_error);
     const Real eta = static_cast<Real>(recipe_.sums_momentum ? step_size(g, options) : 1);
     for (std::size_t i = 0; i < s.a.size(); ++i) {
       const Real decayed = static_cast<Real>(c.decay) * s.a[i];

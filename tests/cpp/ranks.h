@@ -1,6 +1,8 @@
 // Ranks as threads of one process, for tests.
 #pragma once
 
+#include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <mutex>
@@ -16,8 +18,8 @@ namespace zeroone::test {
 /// No test waits longer than this for another rank.
 inline constexpr std::chrono::seconds kPatience{120};
 
-/// Runs `body(rank)` in one thread per rank and rethrows the first failure. A rank that fails aborts `group`, so that
-/// no other waits for it.
+/// Runs `body(rank)` in one thread per rank and rethrows the first failure. A rank that fails
+/// aborts `group`, so that no other waits for it.
 template <typename Body>
 void run_ranks(ThreadGroup& group, int size, const Body& body) {
   std::mutex mutex;
@@ -49,29 +51,34 @@ class SpyCommunicator : public Communicator {
  public:
   SpyCommunicator(ThreadGroup& group, int rank) : inner_(group, rank) {}
 
-  /// Throws at the operation that comes after `operations` more, before or after its bytes have travelled.
+  /// Throws at the operation that comes after `operations` more, before or after its bytes have
+  /// travelled.
   void fail_after(int operations, bool after_transfer) {
     remaining_ = operations;
     after_transfer_ = after_transfer;
   }
   void disarm() { remaining_ = -1; }
-  bool armed() const { return remaining_ >= 0; }
 
   std::int64_t bytes_sent() const { return bytes_sent_; }
   std::int64_t operations() const { return operations_; }
+  /// What the last all-to-all sent, one message for each rank.
+  const std::vector<std::byte>& messages() const { return messages_; }
 
   int rank() const override { return inner_.rank(); }
   int size() const override { return inner_.size(); }
   Buffer allocate(std::size_t bytes) override { return inner_.allocate(bytes); }
   void release(const Buffer& buffer) override { inner_.release(buffer); }
   Work all_to_all(const Region& send, const Region& receive, Stream stream) override {
-    return operate(send.bytes / static_cast<std::size_t>(size()), [&] { return inner_.all_to_all(send, receive, stream); });
+    messages_.assign(send.data(), send.data() + send.bytes);
+    return operate(send.bytes / static_cast<std::size_t>(size()),
+                   [&] { return inner_.all_to_all(send, receive, stream); });
   }
   Work all_gather(const Region& send, const Region& receive, Stream stream) override {
     return operate(send.bytes, [&] { return inner_.all_gather(send, receive, stream); });
   }
   Work broadcast(const Region& region, int root, Stream stream) override {
-    return operate(root == rank() ? region.bytes : 0, [&] { return inner_.broadcast(region, root, stream); });
+    return operate(root == rank() ? region.bytes : 0,
+                   [&] { return inner_.broadcast(region, root, stream); });
   }
   void wait(std::int64_t ticket) override { inner_.wait(ticket); }
 
@@ -91,6 +98,7 @@ class SpyCommunicator : public Communicator {
   ThreadCommunicator inner_;
   std::int64_t bytes_sent_ = 0;
   std::int64_t operations_ = 0;
+  std::vector<std::byte> messages_;
   int remaining_ = -1;
   bool after_transfer_ = false;
 };

@@ -1,6 +1,8 @@
 // A round takes place on all ranks or leaves no trace, and ranks that disagree are told so.
 #include <gtest/gtest.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <functional>
 #include <string>
@@ -60,10 +62,11 @@ TEST_P(Rounds, CommitOrLeaveNoTrace) {
   Trial trial({.recipe = GetParam(), .groups = {{500, 0, 33}, {65}}, .world = 3, .threads = 2});
   const auto fail_all = [&](int operation, bool after_transfer, const auto& body) {
     const std::vector<Trace> before = traces(trial);
-    const std::vector<std::string> said = failures<PlannedFailure>(trial, [&](Trial::Rank& rank, int) {
-      rank.communicator->fail_after(operation, after_transfer);
-      body(rank);
-    });
+    const std::vector<std::string> said =
+        failures<PlannedFailure>(trial, [&](Trial::Rank& rank, int) {
+          rank.communicator->fail_after(operation, after_transfer);
+          body(rank);
+        });
     EXPECT_TRUE(traces(trial) == before) << "operation " << operation;
     trial.expect_equal();
     expect_naming(said, {after_transfer ? "after" : "before"});
@@ -73,7 +76,9 @@ TEST_P(Rounds, CommitOrLeaveNoTrace) {
     SCOPED_TRACE("step " + std::to_string(t));
     const std::vector<GroupOptions> o = options(Plan::kZeros, t, 2);
     trial.draw(t);
-    const auto step = [&](Trial::Rank& rank) { rank.engine->step(*rank.communicator, rank.tensors, o, 2); };
+    const auto step = [&](Trial::Rank& rank) {
+      rank.engine->step(*rank.communicator, rank.tensors, o, 2);
+    };
     const bool communicates = trial.rank(0).engine->next_step(o) != StepKind::kLocal;
     if (communicates) {
       for (const int operation : {0, 1}) {
@@ -91,8 +96,9 @@ TEST_P(Rounds, CommitOrLeaveNoTrace) {
 
     if (trial.twin().pending() && t % 5 == 0) {
       for (const int operation : {0, 1}) {
-        fail_all(operation, false,
-                 [&](Trial::Rank& rank) { rank.engine->sync(*rank.communicator, rank.tensors, o, 2); });
+        fail_all(operation, false, [&](Trial::Rank& rank) {
+          rank.engine->sync(*rank.communicator, rank.tensors, o, 2);
+        });
       }
       EXPECT_TRUE(trial.sync(o));
       ++calls;
@@ -107,7 +113,8 @@ TEST_P(Rounds, CommitOrLeaveNoTrace) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Transaction, Rounds,
-                         testing::Values(PlainRecipe{plain_doubling(2), plain_interval(3), Scale::kL1, true, false},
+                         testing::Values(PlainRecipe{plain_doubling(2), plain_interval(3),
+                                                     Scale::kL1, true, false},
                                          plain_one_bit_adam(5, Scale::kL2)));
 
 // One rank fails alone: the others wait until the group is given up, and change nothing either.
@@ -212,7 +219,8 @@ TEST_F(Disagreement, OverTheOperation) {
 
 TEST_F(Disagreement, AnErrorOfOneRankReachesAll) {
   const auto said = failures<DisagreementError>(trial_, [&](Trial::Rank& rank, int r) {
-    rank.engine->step(*rank.communicator, rank.tensors, options_, 1, r == 1 ? "gradient is sparse" : "");
+    rank.engine->step(*rank.communicator, rank.tensors, options_, 1,
+                      r == 1 ? "gradient is sparse" : "");
   });
   expect_naming(said, {"rank 1", "gradient is sparse"});
   expect_recovery();
@@ -232,9 +240,10 @@ TEST_F(Disagreement, OverAdoptedValues) {
 }
 
 // What every rank says if rank 1 attaches with another layout, recipe, setting or an error.
-std::vector<std::string> attach_failures(const std::vector<std::vector<std::vector<TensorSpec>>>& layouts,
-                                         const std::vector<Recipe>& recipes, const std::vector<Fingerprint>& settings,
-                                         const std::vector<std::string>& errors) {
+std::vector<std::string> attach_failures(
+    const std::vector<std::vector<std::vector<TensorSpec>>>& layouts,
+    const std::vector<Recipe>& recipes, const std::vector<Fingerprint>& settings,
+    const std::vector<std::string>& errors) {
   std::vector<std::string> said(2);
   ThreadGroup group(2, kPatience);
   run_ranks(group, 2, [&](int rank) {
@@ -244,7 +253,8 @@ std::vector<std::string> attach_failures(const std::vector<std::vector<std::vect
     std::vector<std::vector<float>> values;
     std::vector<Tensor> tensors;
     for (const auto& specs : layouts[r]) {
-      for (const TensorSpec& spec : specs) values.emplace_back(static_cast<std::size_t>(spec.numel), static_cast<float>(rank));
+      for (const TensorSpec& spec : specs)
+        values.emplace_back(static_cast<std::size_t>(spec.numel), static_cast<float>(rank));
     }
     for (std::vector<float>& v : values) tensors.push_back({.data = v.data()});
     try {
@@ -262,26 +272,31 @@ std::vector<std::string> attach_failures(const std::vector<std::vector<std::vect
 }
 
 TEST(Attach, NamesWhatDiffers) {
-  const std::vector<std::vector<TensorSpec>> layout{{{"weight", 1234}, {"bias", 10}}, {{"head", 5}}};
+  const std::vector<std::vector<TensorSpec>> layout{{{"weight", 1234}, {"bias", 10}},
+                                                    {{"head", 5}}};
   const Recipe recipe = zero_one_adam();
   std::vector<std::vector<TensorSpec>> other = layout;
   other[0][0].numel = 4321;
-  expect_naming(attach_failures({layout, other}, {recipe, recipe}, {{}, {}}, {"", ""}), {"weight", "1234", "4321"});
+  expect_naming(attach_failures({layout, other}, {recipe, recipe}, {{}, {}}, {"", ""}),
+                {"weight", "1234", "4321"});
   other = layout;
   other[0][1].name = "offset";
-  expect_naming(attach_failures({layout, other}, {recipe, recipe}, {{}, {}}, {"", ""}), {"bias", "offset"});
+  expect_naming(attach_failures({layout, other}, {recipe, recipe}, {{}, {}}, {"", ""}),
+                {"bias", "offset"});
   other = layout;
   other.emplace_back();
   other[2].push_back({"tail", 3});
   attach_failures({layout, other}, {recipe, recipe}, {{}, {}}, {"", ""});
-  expect_naming(attach_failures({layout, layout}, {zero_one_adam(doubling(16)), zero_one_adam(doubling(5))}, {{}, {}},
-                                {"", ""}),
-                {"Doubling(kappa=16", "Doubling(kappa=5"});
-  expect_naming(attach_failures({layout, layout}, {recipe, recipe}, {{{"group 0 lr", "0.5"}}, {{"group 0 lr", "0.125"}}},
-                                {"", ""}),
+  expect_naming(
+      attach_failures({layout, layout}, {zero_one_adam(doubling(16)), zero_one_adam(doubling(5))},
+                      {{}, {}}, {"", ""}),
+      {"Doubling(kappa=16", "Doubling(kappa=5"});
+  expect_naming(attach_failures({layout, layout}, {recipe, recipe},
+                                {{{"group 0 lr", "0.5"}}, {{"group 0 lr", "0.125"}}}, {"", ""}),
                 {"group 0 lr", "0.5", "0.125"});
-  expect_naming(attach_failures({layout, layout}, {recipe, recipe}, {{}, {}}, {"", "lr is negative: -1"}),
-                {"lr is negative: -1"});
+  expect_naming(
+      attach_failures({layout, layout}, {recipe, recipe}, {{}, {}}, {"", "lr is negative: -1"}),
+      {"lr is negative: -1"});
 }
 
 }  // namespace

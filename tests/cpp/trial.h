@@ -1,4 +1,5 @@
-// A trial: the library's engine on several thread ranks beside the plain twin, step by step, compared byte by byte.
+// A trial: the library's engine on several thread ranks beside the plain twin, step by step,
+// compared byte by byte.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -39,8 +40,8 @@ inline void PrintTo(const Counters& c, std::ostream* out) {
   *out << ", sync ";
   PrintTo(c.sync, out);
   for (const SlabCounters& s : c.slabs) {
-    *out << ", slab {step " << s.step << ", k " << s.refreshes << ", pending " << s.pending << ", S " << s.sum
-         << ", S_prev " << s.previous_sum << ", P " << s.decay << '}';
+    *out << ", slab {step " << s.step << ", k " << s.refreshes << ", pending " << s.pending
+         << ", S " << s.sum << ", S_prev " << s.previous_sum << ", P " << s.decay << '}';
   }
 }
 
@@ -66,7 +67,9 @@ struct Format16 {
   int mantissa;
   int min_exponent;
 };
-constexpr Format16 format_of(DType dtype) { return dtype == DType::kFloat16 ? Format16{10, -14} : Format16{7, -126}; }
+constexpr Format16 format_of(DType dtype) {
+  return dtype == DType::kFloat16 ? Format16{10, -14} : Format16{7, -126};
+}
 
 /// Nearest 16-bit value, ties to even, written without bit tricks on the float.
 inline std::uint16_t to_16_bits(float x, DType dtype) {
@@ -97,17 +100,23 @@ inline float from_16_bits(std::uint16_t bits, DType dtype) {
 
 inline SchedulePtr library_schedule(const PlainSchedule& schedule) {
   switch (schedule.kind) {
-    case PlainSchedule::Kind::kEveryStep: return every_step(schedule.until);
-    case PlainSchedule::Kind::kInterval: return interval(schedule.number);
-    case PlainSchedule::Kind::kDoubling: return doubling(schedule.number, schedule.until);
-    case PlainSchedule::Kind::kLearningRateTied: return learning_rate_tied(schedule.number);
-    case PlainSchedule::Kind::kSteps: return steps(schedule.list);
+    case PlainSchedule::Kind::kEveryStep:
+      return every_step(schedule.until);
+    case PlainSchedule::Kind::kInterval:
+      return interval(schedule.number);
+    case PlainSchedule::Kind::kDoubling:
+      return doubling(schedule.number, schedule.until);
+    case PlainSchedule::Kind::kLearningRateTied:
+      return learning_rate_tied(schedule.number);
+    case PlainSchedule::Kind::kSteps:
+      return steps(schedule.list);
   }
   return nullptr;
 }
 
 /// 1-bit Adam, 2102.02888, is dense Adam for `warmup` steps and then one bit of m in each.
-inline PlainRecipe plain_one_bit_adam(std::int64_t warmup, Scale scale = Scale::kL1, bool bias_correction = true) {
+inline PlainRecipe plain_one_bit_adam(std::int64_t warmup, Scale scale = Scale::kL1,
+                                      bool bias_correction = true) {
   return {plain_every_step(warmup), plain_every_step(), scale, bias_correction, true};
 }
 
@@ -117,20 +126,25 @@ inline PlainRecipe plain_adamw(bool bias_correction = true) {
 }
 
 inline Recipe library_recipe(const PlainRecipe& plain) {
-  if (plain.sums_momentum) return one_bit_adam(plain.refresh.until, plain.scale, plain.bias_correction);
-  const bool dense = plain.refresh.kind == PlainSchedule::Kind::kEveryStep && plain.refresh.until == kNever;
-  if (dense && plain.sync.kind == PlainSchedule::Kind::kEveryStep) return adamw(plain.bias_correction);
+  if (plain.sums_momentum)
+    return one_bit_adam(plain.refresh.until, plain.scale, plain.bias_correction);
+  const bool dense =
+      plain.refresh.kind == PlainSchedule::Kind::kEveryStep && plain.refresh.until == kNever;
+  if (dense && plain.sync.kind == PlainSchedule::Kind::kEveryStep)
+    return adamw(plain.bias_correction);
   return zero_one_adam(library_schedule(plain.refresh), library_schedule(plain.sync), plain.scale,
                        plain.bias_correction);
 }
 
 template <typename T>
 testing::AssertionResult same_bytes(const T* actual, const T* expected, std::size_t n) {
-  if (n == 0 || std::memcmp(actual, expected, n * sizeof(T)) == 0) return testing::AssertionSuccess();
+  if (n == 0 || std::memcmp(actual, expected, n * sizeof(T)) == 0)
+    return testing::AssertionSuccess();
   std::size_t i = 0;
   while (std::memcmp(actual + i, expected + i, sizeof(T)) == 0) ++i;
-  return testing::AssertionFailure() << "element " << i << " of " << n << " is " << testing::PrintToString(actual[i])
-                                     << ", expected " << testing::PrintToString(expected[i]);
+  return testing::AssertionFailure()
+         << "element " << i << " of " << n << " is " << testing::PrintToString(actual[i])
+         << ", expected " << testing::PrintToString(expected[i]);
 }
 
 struct Place {
@@ -143,8 +157,10 @@ struct Problem {
   int world = 1;
   DType dtype = DType::kFloat32;
   int threads = 1;
-  bool holes = true;  // coordinates without gradient, or with a late one, and null gradients on some ranks
-  std::function<std::optional<Place>(std::int64_t draw, int rank)> nonfinite = {};  // where a gradient isn't finite
+  bool holes =
+      true;  // coordinates without gradient, or with a late one, and null gradients on some ranks
+  std::function<std::optional<Place>(std::int64_t draw, int rank)> nonfinite =
+      {};  // where a gradient isn't finite
 };
 
 /// The same problem solved by the library and by the twin.
@@ -159,7 +175,8 @@ class Trial {
   };
 
   explicit Trial(Problem problem)
-      : problem_(std::move(problem)), twin_(problem_.recipe, problem_.groups, problem_.world, initial(0)) {
+      : problem_(std::move(problem)),
+        twin_(problem_.recipe, problem_.groups, problem_.world, initial(0)) {
     for (int r = 0; r < problem_.world; ++r) {
       Rank& rank = ranks_.emplace_back();
       std::vector<std::vector<float>> values = initial(r);  // rank 0's become everyone's
@@ -189,7 +206,9 @@ class Trial {
   bool sync(const std::vector<GroupOptions>& options) {
     SCOPED_TRACE("sync by call");
     const bool expected = twin_.sync(options);
-    run([&](Rank& rank) { rank.engine->sync(*rank.communicator, rank.tensors, options, problem_.threads); });
+    run([&](Rank& rank) {
+      rank.engine->sync(*rank.communicator, rank.tensors, options, problem_.threads);
+    });
     calls_ += expected;
     expect_equal();
     return expected;
@@ -213,7 +232,8 @@ class Trial {
         if (problem_.dtype != DType::kFloat32) {
           for (float& x : values) x = from_16_bits(to_16_bits(x, problem_.dtype), problem_.dtype);
         }
-        const auto place = problem_.nonfinite ? problem_.nonfinite(draw, static_cast<int>(r)) : std::nullopt;
+        const auto place =
+            problem_.nonfinite ? problem_.nonfinite(draw, static_cast<int>(r)) : std::nullopt;
         if (place && place->group == g) {
           values[place->element] = draw % 2 == 0 ? NAN : INFINITY;
           null.assign(null.size(), false);
@@ -263,8 +283,9 @@ class Trial {
     }
   }
 
-  /// What the engines counted is what happened, in the closed form of docs/arithmetic.md, "Message", and what was
-  /// handed to the communicator. Not after skipped steps with an exchange, which stop half way.
+  /// What the engines counted is what happened, in the closed form of docs/arithmetic.md,
+  /// "Message", and what was handed to the communicator. Not after skipped steps with an exchange,
+  /// which stop half way.
   void expect_accounts() const {
     std::int64_t one_bit = 40, dense = 40, parameters = 0;
     for (std::size_t g = 0; g < twin_.slabs(); ++g) {
@@ -275,7 +296,8 @@ class Trial {
     const std::int64_t syncs = count(StepKind::kSync) + calls_;
     const std::int64_t bytes =
         2 * (problem_.world - 1) * (count(StepKind::kRefresh) * dense + syncs * one_bit);
-    const std::int64_t steps = count(StepKind::kLocal) + count(StepKind::kSync) + count(StepKind::kRefresh);
+    const std::int64_t steps =
+        count(StepKind::kLocal) + count(StepKind::kSync) + count(StepKind::kRefresh);
     for (std::size_t r = 0; r < ranks_.size(); ++r) {
       const Stats& stats = ranks_[r].engine->stats();
       EXPECT_EQ(stats.bytes_sent, bytes);
@@ -295,7 +317,8 @@ class Trial {
     std::vector<std::vector<std::byte>> saved;
     for (Rank& rank : ranks_) {
       saved.push_back(rank.engine->save());
-      for (std::vector<std::byte>& p : rank.parameters) std::fill(p.begin(), p.end(), std::byte{0x41});
+      for (std::vector<std::byte>& p : rank.parameters)
+        std::fill(p.begin(), p.end(), std::byte{0x41});
       rank.engine.reset();
       rank.communicator.reset();
     }
@@ -320,14 +343,16 @@ class Trial {
 
   /// The library's vector of one rank and group.
   std::vector<float> vector(int r, std::string_view name, std::size_t g) const {
-    const float* values = ranks_[static_cast<std::size_t>(r)].engine->vector(name, static_cast<std::int64_t>(g));
+    const float* values =
+        ranks_[static_cast<std::size_t>(r)].engine->vector(name, static_cast<std::int64_t>(g));
     return {values, values + twin_.slab(g).layout.numel};
   }
 
   /// The part of the group's vector `server_error` that this rank holds.
   std::vector<float> own_chunk(std::size_t g, std::size_t r) const {
     const Twin<float>::Slab& s = twin_.slab(g);
-    const std::int64_t begin = std::min(s.layout.numel, static_cast<std::int64_t>(r) * s.layout.chunk);
+    const std::int64_t begin =
+        std::min(s.layout.numel, static_cast<std::int64_t>(r) * s.layout.chunk);
     const std::int64_t end = std::min(s.layout.numel, begin + s.layout.chunk);
     return {s.server_error.begin() + begin, s.server_error.begin() + end};
   }
@@ -340,8 +365,9 @@ class Trial {
       const std::int64_t n = Layout(group, problem_.world).numel;
       for (std::int64_t i = 0; i < n; ++i) {
         const float value = 0.1F * noise(static_cast<std::uint64_t>(1'000'000 * (rank + 1) + i));
-        x.push_back(problem_.dtype == DType::kFloat32 ? value
-                                                      : from_16_bits(to_16_bits(value, problem_.dtype), problem_.dtype));
+        x.push_back(problem_.dtype == DType::kFloat32
+                        ? value
+                        : from_16_bits(to_16_bits(value, problem_.dtype), problem_.dtype));
       }
     }
     return values;
@@ -360,8 +386,8 @@ class Trial {
     return bytes;
   }
 
-  void append_gradient(std::size_t tensor, std::int64_t n, std::int64_t draw, std::uint64_t key, bool null,
-                       std::vector<float>& values) const {
+  void append_gradient(std::size_t tensor, std::int64_t n, std::int64_t draw, std::uint64_t key,
+                       bool null, std::vector<float>& values) const {
     constexpr std::array<float, 4> kMagnitudes{1.0F, 1e-3F, 0.1F, 10.0F};
     const float magnitude = kMagnitudes[tensor % kMagnitudes.size()];
     for (std::int64_t i = 0; i < n; ++i) {
@@ -393,7 +419,8 @@ class Trial {
     std::size_t tensors = 0;
     for (const std::vector<std::int64_t>& group : problem_.groups) {
       specs.emplace_back();
-      for (const std::int64_t n : group) specs.back().push_back({"tensor " + std::to_string(tensors++), n});
+      for (const std::int64_t n : group)
+        specs.back().push_back({"tensor " + std::to_string(tensors++), n});
     }
     for (std::size_t r = 0; r < ranks_.size(); ++r) {
       Rank& rank = ranks_[r];
@@ -413,12 +440,15 @@ class Trial {
     calls_ = 0;
   }
 
-  void expect_vector(std::size_t r, std::string_view name, std::size_t g, const std::vector<float>& expected) const {
+  void expect_vector(std::size_t r, std::string_view name, std::size_t g,
+                     const std::vector<float>& expected) const {
     if (expected.empty()) return;
     // An algorithm without a lossy code has no residuals, nor u.
     const float* actual = ranks_[r].engine->vector(name, static_cast<std::int64_t>(g));
     const std::vector<float> zeros(actual == nullptr ? expected.size() : 0);
-    EXPECT_TRUE(same_bytes(actual == nullptr ? zeros.data() : actual, expected.data(), expected.size())) << name;
+    EXPECT_TRUE(
+        same_bytes(actual == nullptr ? zeros.data() : actual, expected.data(), expected.size()))
+        << name;
   }
 
   Problem problem_;

@@ -1,9 +1,17 @@
-// Every byte of the engine's state, parameters and counters against the plain twin, after every step.
+// Every byte of the engine's state, parameters and counters against the plain twin, after every
+// step.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cctype>
+#include <cmath>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <vector>
 
@@ -20,8 +28,8 @@ using testing::Range;
 using testing::Values;
 using testing::ValuesIn;
 
-// n elements as one tensor; as three groups with empty tensors, one of them all empty; as many tensors of growing size,
-// which cross the borders of chunks.
+// n elements as one tensor; as three groups with empty tensors, one of them all empty; as many
+// tensors of growing size, which cross the borders of chunks.
 std::vector<std::vector<std::int64_t>> split(std::int64_t n, int style) {
   if (style == 0) return {{n}};
   if (style == 1) return {{n / 3, 0, n - n / 3 - n / 5}, {0}, {n / 5, 0}};
@@ -74,8 +82,8 @@ TEST_P(SizesAndRanks, EveryByteAgrees) {
   const std::int64_t n = kSizes[i];
   const std::int64_t interval = kIntervals[(i + 3 * j) % 4];
   Problem problem{
-      .recipe = {plain_doubling(2), plain_interval(interval), (i + j) % 2 == 0 ? Scale::kL1 : Scale::kL2,
-                 (i / 2 + j) % 2 == 0, false},
+      .recipe = {plain_doubling(2), plain_interval(interval),
+                 (i + j) % 2 == 0 ? Scale::kL1 : Scale::kL2, (i / 2 + j) % 2 == 0, false},
       .groups = split(n, (i + j) % 3),
       .world = kWorlds[j],
       .threads = 1 + (i + j / 2) % 3,
@@ -135,21 +143,27 @@ TEST_P(Plans, OneBitAdam) {
 
 TEST_P(Plans, AdamW) {
   const auto [plan, scale, world] = GetParam();
-  Trial trial({.recipe = plain_adamw(scale == Scale::kL1), .groups = {{30, 0, 41}, {17, 8}, {9}}, .world = world});
+  Trial trial({.recipe = plain_adamw(scale == Scale::kL1),
+               .groups = {{30, 0, 41}, {17, 8}, {9}},
+               .world = world});
   run_steps(trial, static_cast<Plan>(plan), 40);
   EXPECT_EQ(trial.count(StepKind::kRefresh), 40);
 }
 
 INSTANTIATE_TEST_SUITE_P(Twin, Plans,
-                         Combine(Range(0, kPlans), Values(Scale::kL1, Scale::kL2), Values(1, 2, 3, 5)));
+                         Combine(Range(0, kPlans), Values(Scale::kL1, Scale::kL2),
+                                 Values(1, 2, 3, 5)));
 
-// The first step is a refresh whatever the list says; a refresh that must wait comes after the next sync.
+// The first step is a refresh whatever the list says; a refresh that must wait comes after the next
+// sync.
 TEST(Twin, ListedSteps) {
-  Trial trial({.recipe = {plain_steps({4, 5, 9, 20}), plain_steps({2, 8, 9, 15, 19, 30, 31}), Scale::kL1, true, false},
+  Trial trial({.recipe = {plain_steps({4, 5, 9, 20}), plain_steps({2, 8, 9, 15, 19, 30, 31}),
+                          Scale::kL1, true, false},
                .groups = {{100, 33}},
                .world = 3});
   std::string kinds;
-  for (std::int64_t t = 1; t <= 34; ++t) kinds += "LRSK"[static_cast<int>(trial.step(t, options(Plan::kConstant, t, 1)))];
+  for (std::int64_t t = 1; t <= 34; ++t)
+    kinds += "LRSK"[static_cast<int>(trial.step(t, options(Plan::kConstant, t, 1)))];
   EXPECT_EQ(kinds, "RSLLLLLSRLLLLLSLLLSRLLLLLLLLLSSLLL");
   trial.expect_accounts();
 }
@@ -184,8 +198,8 @@ TEST(Twin, SyncsByCall) {
   trial.expect_accounts();
 }
 
-// A rank whose gradient is not finite, wherever, counts as zero; where no rank has a finite one, a step with an
-// exchange, and on one rank any step, leaves no trace.
+// A rank whose gradient is not finite, wherever, counts as zero; where no rank has a finite one, a
+// step with an exchange, and on one rank any step, leaves no trace.
 enum class Where { kBorn, kUnborn, kStillGroup };
 
 class NonFinite : public testing::TestWithParam<std::tuple<int, Where>> {};
@@ -198,30 +212,32 @@ TEST_P(NonFinite, CountsAsZeroOrSkips) {
     if (!all && !one) return std::nullopt;
     if (where == Where::kUnborn) return Place{0, 3};
     if (where == Where::kStillGroup) return Place{1, 6};
-    return (x / 9 + static_cast<std::uint64_t>(rank)) % 2 == 0 ? Place{0, 38} : Place{1, 6};
+    return (x / 9 + static_cast<std::uint64_t>(rank)) % 2 == 0 ? Place{0, 40} : Place{1, 6};
   };
   Trial trial({.recipe = {plain_doubling(2), plain_interval(3), Scale::kL1, true, false},
                .groups = {{70, 5}, {11}},
                .world = world,
                .nonfinite = place});
   const Plan plan = where == Where::kStillGroup ? Plan::kStillGroup : Plan::kConstant;
-  std::int64_t hit = 0;
+  std::int64_t hits = 0, survived = 0;
   for (std::int64_t t = 1; t <= 120; ++t) {
     const StepKind kind = trial.step(t, options(plan, t, 2));
     if (HasFailure()) return;
-    hit += place(t, 0) && kind != StepKind::kSkipped ? 1 : 0;
+    hits += place(t, 0) ? 1 : 0;
+    survived += place(t, 0) && kind != StepKind::kSkipped ? 1 : 0;
   }
-  EXPECT_EQ(hit > 5, world > 1);
+  EXPECT_EQ(survived > 5, world > 1);
   EXPECT_GT(trial.count(StepKind::kSkipped), 10);
   expect_all_kinds(trial);
   const Stats& stats = trial.rank(0).engine->stats();
   EXPECT_EQ(stats.skipped_steps, trial.count(StepKind::kSkipped));
-  EXPECT_EQ(stats.nonfinite_gradients, hit);
+  EXPECT_EQ(stats.nonfinite_gradients, hits);
   EXPECT_EQ(stats.bytes_sent, trial.rank(0).communicator->bytes_sent() - trial.sent_before(0));
 }
 
 INSTANTIATE_TEST_SUITE_P(Twin, NonFinite,
-                         Combine(Values(1, 2, 3), Values(Where::kBorn, Where::kUnborn, Where::kStillGroup)));
+                         Combine(Values(1, 2, 3),
+                                 Values(Where::kBorn, Where::kUnborn, Where::kStillGroup)));
 
 TEST(Twin, ThreadsGiveTheSameBytes) {
   for (int threads = 1; threads <= 3; ++threads) {
@@ -248,19 +264,22 @@ TEST_P(InstructionSets, GiveTheSameBytes) {
                    .dtype = dtype});
       run_steps(trial, Plan::kDrop, 22);
       expect_all_kinds(trial);
-      Trial one_bit({.recipe = plain_one_bit_adam(3, scale), .groups = {{2049, 7}, {31}}, .world = 2, .dtype = dtype});
+      Trial one_bit({.recipe = plain_one_bit_adam(3, scale),
+                     .groups = {{2049, 7}, {31}},
+                     .world = 2,
+                     .dtype = dtype});
       run_steps(one_bit, Plan::kDrop, 12);
     }
   }
   select_instruction_set(before);
 }
 
-INSTANTIATE_TEST_SUITE_P(Twin, InstructionSets, ValuesIn(available_instruction_sets()),
-                         [](const auto& set) {
-                           std::string name(set.param);
-                           std::replace_if(name.begin(), name.end(), [](char c) { return !std::isalnum(c); }, '_');
-                           return name;
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Twin, InstructionSets, ValuesIn(available_instruction_sets()), [](const auto& set) {
+      std::string name(set.param);
+      std::replace_if(name.begin(), name.end(), [](char c) { return !std::isalnum(c); }, '_');
+      return name;
+    });
 
 // The bare collective: every coordinate counts as born.
 class BareCollective : public testing::TestWithParam<std::tuple<std::int64_t, int, Scale>> {};
@@ -271,13 +290,15 @@ TEST_P(BareCollective, EveryByteAgrees) {
   const auto size = static_cast<std::size_t>(n);
   const auto ranks = static_cast<std::size_t>(world);
   const std::vector<char> born(size, 1);
-  std::vector<std::vector<float>> worker_error(ranks, std::vector<float>(size)), values = worker_error;
+  std::vector<std::vector<float>> worker_error(ranks, std::vector<float>(size)),
+      values = worker_error;
   std::vector<float> server_error(size), expected;
 
   ThreadGroup group(world, kPatience);
   std::vector<std::unique_ptr<SpyCommunicator>> communicators;
   std::vector<std::unique_ptr<OneBitAllReduce>> collectives(ranks);
-  for (int r = 0; r < world; ++r) communicators.push_back(std::make_unique<SpyCommunicator>(group, r));
+  for (int r = 0; r < world; ++r)
+    communicators.push_back(std::make_unique<SpyCommunicator>(group, r));
   run_ranks(group, world, [&](int rank) {
     const auto r = static_cast<std::size_t>(rank);
     collectives[r] = std::make_unique<OneBitAllReduce>(*communicators[r], n, scale);
@@ -288,7 +309,13 @@ TEST_P(BareCollective, EveryByteAgrees) {
   constexpr int kRounds = 5;
   for (int round = 0; round < kRounds; ++round) {
     for (std::size_t r = 0; r < ranks; ++r) {
-      for (std::size_t i = 0; i < size; ++i) values[r][i] = noise(mix(static_cast<std::uint64_t>(round) * 99 + r) + i);
+      for (std::size_t i = 0; i < size; ++i) {
+        // First signs alone, opposite on neighbouring ranks, and zeros of both signs: some means
+        // are 0 too.
+        const float sign = (i + r) % 2 == 0 ? 1.0F : -1.0F;
+        values[r][i] = round == 0 ? (i % 3 == 0 ? 0.0F : 1.0F) * sign
+                                  : noise(mix(static_cast<std::uint64_t>(round) * 99 + r) + i);
+      }
     }
     expected = one_bit_mean(layout, born, scale, 1.0F, values, worker_error, server_error);
     run_ranks(group, world, [&](int rank) {
@@ -300,22 +327,123 @@ TEST_P(BareCollective, EveryByteAgrees) {
       const auto begin = static_cast<std::size_t>(collective.chunk_begin());
       const auto chunk = static_cast<std::size_t>(collective.chunk_numel());
       EXPECT_TRUE(same_bytes(values[r].data(), expected.data(), size)) << "rank " << r;
-      EXPECT_TRUE(same_bytes(collective.worker_error(), worker_error[r].data(), size)) << "rank " << r;
+      EXPECT_TRUE(same_bytes(collective.worker_error(), worker_error[r].data(), size))
+          << "rank " << r;
       if (chunk > 0) {
         ASSERT_EQ(begin, r * static_cast<std::size_t>(layout.chunk));
-        EXPECT_TRUE(same_bytes(collective.server_error(), server_error.data() + begin, chunk)) << "rank " << r;
+        EXPECT_TRUE(same_bytes(collective.server_error(), server_error.data() + begin, chunk))
+            << "rank " << r;
       }
     }
   }
   for (std::size_t r = 0; r < ranks; ++r) {
-    EXPECT_EQ(collectives[r]->bytes_sent(), kRounds * 2 * (world - 1) * (40 + layout.one_bit_bytes()));
+    EXPECT_EQ(collectives[r]->bytes_sent(),
+              kRounds * 2 * (world - 1) * (40 + layout.one_bit_bytes()));
     EXPECT_EQ(collectives[r]->bytes_sent(), communicators[r]->bytes_sent() - sent[r]);
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(Twin, BareCollective,
-                         Combine(Values(1, 7, 8, 9, 64, 65, 1023, 4097, 100'003), Values(1, 2, 3, 5, 16),
-                                 Values(Scale::kL1, Scale::kL2)));
+                         Combine(Values(1, 7, 8, 9, 64, 65, 1023, 4097, 100'003),
+                                 Values(1, 2, 3, 5, 16), Values(Scale::kL1, Scale::kL2)));
+
+TEST(BareCollective, TakesNonFiniteValuesForZero) {
+  constexpr std::int64_t kNumel = 100;
+  ThreadGroup group(2, kPatience);
+  std::vector<std::vector<float>> results(2);
+  run_ranks(group, 2, [&](int rank) {
+    ThreadCommunicator communicator(group, rank);
+    OneBitAllReduce collective(communicator, kNumel);
+    std::vector<float> values(kNumel, 1.0F);
+    if (rank == 1) values[77] = NAN;
+    collective.reduce(communicator, values.data());
+    results[static_cast<std::size_t>(rank)] = values;
+    std::vector<float> error(collective.worker_error(), collective.worker_error() + kNumel);
+    EXPECT_EQ(error, std::vector<float>(kNumel));
+    const std::vector<float> before(kNumel, INFINITY);
+    values = before;
+    EXPECT_THROW(collective.reduce(communicator, values.data()), InvalidArgument);
+    EXPECT_EQ(values, before);
+    EXPECT_EQ(error,
+              std::vector<float>(collective.worker_error(), collective.worker_error() + kNumel));
+  });
+  for (const std::vector<float>& result : results)
+    EXPECT_EQ(result, std::vector<float>(kNumel, 0.5F));
+}
+
+template <typename T>
+T read(const std::vector<std::byte>& bytes, std::size_t offset) {
+  T value;
+  std::memcpy(&value, bytes.data() + offset, sizeof(T));
+  return value;
+}
+
+// docs/arithmetic.md, "Message": 2 ranks, slabs of 10 + 3 and of 20 elements, so chunks of 8 and
+// of 16.
+TEST(Wire, MessagesAreTheDocumentedOnes) {
+  Trial trial({.recipe = {plain_every_step(3), plain_interval(1), Scale::kL1, false, false},
+               .groups = {{10, 3}, {20}},
+               .world = 2});
+  for (std::int64_t t = 1; t <= 8; ++t) {
+    const std::vector<GroupOptions> o = options(Plan::kConstant, t, 2);
+    trial.draw(t);
+    std::vector<std::vector<float>> gradients, b, decoded;  // of rank 1; rho is 1
+    for (std::size_t g = 0; g < 2; ++g) {
+      const Twin<float>::Slab& s = trial.twin().slab(g);
+      std::vector<char> born;
+      gradients.push_back(trial.gradients()[1][g]);
+      b.emplace_back();
+      for (std::size_t i = 0; i < s.a.size(); ++i) {
+        if (o[g].maximize) gradients[g][i] = -gradients[g][i];
+        const float kept = static_cast<float>(o[g].beta1) * s.m[1][i];
+        const float added = static_cast<float>(1 - o[g].beta1) * gradients[g][i];
+        const float u = static_cast<float>(o[g].lr) * (kept + added);
+        born.push_back(s.v[i] > 0);
+        b[g].push_back(born[i] ? u + s.worker_error[1][i] : 0.0F);
+      }
+      decoded.push_back(one_bit(s.layout, born, Scale::kL1, b[g]));
+    }
+    const bool refresh = trial.step(t, o) == StepKind::kRefresh;
+    const std::vector<std::byte>& sent = trial.rank(1).communicator->messages();
+    const std::size_t size = sent.size() / 2;
+    ASSERT_EQ(size, 40U + (refresh ? 4 * 8 + 4 * 16 : 4 * 2 + 8 / 8 + 4 * 1 + 16 / 8));
+    for (std::size_t j = 0; j < 2; ++j) {
+      const std::size_t message = j * size;
+      EXPECT_EQ(read<std::uint32_t>(sent, message), 0x306f657aU);
+      EXPECT_EQ(read<std::uint16_t>(sent, message + 4), refresh ? 1 : 2);
+      EXPECT_EQ(read<std::uint16_t>(sent, message + 6), 0);
+      EXPECT_EQ(read<std::int64_t>(sent, message + 8), t);
+      EXPECT_EQ(read<double>(sent, message + 16), o[0].lr);
+      std::size_t section = message + 40;
+      for (std::size_t g = 0; g < 2; ++g) {
+        const Layout& layout = trial.twin().slab(g).layout;
+        const std::size_t begin = j * static_cast<std::size_t>(layout.chunk);
+        const std::size_t bits = section + 4 * static_cast<std::size_t>(layout.most_blocks);
+        std::size_t scale = section;
+        for (const Layout::Block& block : layout.blocks) {
+          if (static_cast<std::size_t>(block.chunk_begin) != begin) continue;
+          for (auto i = static_cast<std::size_t>(block.begin);
+               i < static_cast<std::size_t>(block.end); ++i) {
+            if (refresh) {
+              EXPECT_EQ(read<float>(sent, section + 4 * (i - begin)), gradients[g][i]);
+              continue;
+            }
+            const int bit =
+                (read<std::uint8_t>(sent, bits + (i - begin) / 8) >> ((i - begin) % 8)) & 1;
+            EXPECT_EQ(bit, b[g][i] < 0 ? 1 : 0) << "element " << i << " of group " << g;
+            if (decoded[g][i] != 0) {
+              EXPECT_EQ(read<float>(sent, scale), std::abs(decoded[g][i]));
+            }
+          }
+          scale += 4;
+        }
+        section +=
+            static_cast<std::size_t>(refresh ? layout.dense_bytes() : layout.one_bit_bytes());
+      }
+    }
+  }
+  EXPECT_EQ(trial.count(StepKind::kSync), 5);
+}
 
 }  // namespace
 }  // namespace zeroone::test

@@ -132,17 +132,19 @@ def test_pretraining_a_tiny_model(tmp_path, ranks):
     steps = 24
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "all.txt").write_text("\n\n".join(sentences(3000)))
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    program = [
-        *(launcher if ranks > 1 else []),
-        str(RECIPES / "pretrain_gpt.py"),
-        *"--layers 1 --width 32 --heads 2 --context 16 --batch-size 4 --lr 0.01".split(),
-        *f"--steps {steps} --evaluate-every 10 --optimizer all --kappa 2 --clip 1".split(),
-        *["--corpus", str(tmp_path / "text"), "--cache", str(tmp_path / "cache")],
-        *["--output", str(tmp_path / "out")],
-    ]
+    options = (
+        f"--layers 1 --width 32 --heads 2 --context 16 --batch-size 4 --steps {steps} --lr 0.01 "
+        f"--clip 1 --kappa 2 --evaluate-every 10 --optimizer all --corpus {tmp_path / 'text'} "
+        f"--cache {tmp_path / 'cache'} --output {tmp_path / 'out'}"
+    )
+    launcher = f"-m torch.distributed.run --standalone --nproc-per-node {ranks}"
     done = subprocess.run(
-        [sys.executable, *program],
+        [
+            sys.executable,
+            *(launcher.split() if ranks > 1 else []),
+            str(RECIPES / "pretrain_gpt.py"),
+            *options.split(),
+        ],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
