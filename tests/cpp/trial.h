@@ -26,6 +26,11 @@
 namespace zeroone {
 
 // For messages of failed comparisons.
+inline void PrintTo(StepKind kind, std::ostream* out) {
+  constexpr std::array<const char*, 4> kNames{"local", "refresh", "sync", "skipped"};
+  *out << kNames[static_cast<std::size_t>(kind)];
+}
+
 inline void PrintTo(const ScheduleState& s, std::ostream* out) {
   *out << "{next " << s.next << ", index " << s.index << ", peak";
   for (const double x : s.peak_lr) *out << ' ' << x;

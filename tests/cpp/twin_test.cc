@@ -237,7 +237,13 @@ TEST_P(NonFinite, CountsAsZeroOrSkips) {
 
 INSTANTIATE_TEST_SUITE_P(Twin, NonFinite,
                          Combine(Values(1, 2, 3),
-                                 Values(Where::kBorn, Where::kUnborn, Where::kStillGroup)));
+                                 Values(Where::kBorn, Where::kUnborn, Where::kStillGroup)),
+                         [](const auto& test) {
+                           constexpr const char* kNames[] = {
+                               "AtABornCoordinate", "AtAnUnbornCoordinate", "InAStillGroup"};
+                           return kNames[static_cast<int>(std::get<1>(test.param))] +
+                                  std::to_string(std::get<0>(test.param));
+                         });
 
 TEST(Twin, ThreadsGiveTheSameBytes) {
   for (int threads = 1; threads <= 3; ++threads) {
