@@ -2,10 +2,13 @@
 // in one run. `ratio` is the kernel's share of the plain loop's bandwidth.
 #include <benchmark/benchmark.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <numeric>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "engine/exchange.h"
@@ -67,8 +70,7 @@ struct Round {
   }
 
   void value(const Piece& piece, float* out) const {
-    std::copy_n(z.data() + piece.begin, piece.n, out);
-    kernels().add_residual(piece.n, 1.0f, residual.data() + piece.begin, nullptr, out);
+    kernels().add_residual(piece.n, z.data() + piece.begin, 1.0f, residual.data() + piece.begin, nullptr, out);
   }
   void compress() {
     exchange->encode(wire, pool, 1, [&](std::size_t, const Piece& piece, float* out) {

@@ -52,12 +52,8 @@ class OneBitAllReduce::Impl {
 
   void reduce(Communicator& communicator, float* values, int threads) {
     const auto with_residual = [&](const Piece& piece, bool zero, float* out) {
-      if (zero) {
-        std::fill_n(out, piece.n, 0.0f);
-      } else {
-        std::copy_n(values + piece.begin, piece.n, out);
-      }
-      kernels().add_residual(piece.n, 1.0f, worker_error_ + piece.begin, nullptr, out);
+      if (zero) std::fill_n(out, piece.n, 0.0f);
+      kernels().add_residual(piece.n, zero ? out : values + piece.begin, 1.0f, worker_error_ + piece.begin, nullptr, out);
     };
     const auto encode = [&](bool zero) {
       return exchange_->encode(wire_, pool_, threads, [&](std::size_t, const Piece& piece, float* out) {

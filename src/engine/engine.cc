@@ -705,7 +705,7 @@ bool Engine::Impl::sync_round(const Round& round) {
         s, t, read_gradient(tensor, piece.tensor_begin, piece.n, round.options[g].maximize, gradient), out);
     if (slab.worker_error != nullptr) {
       const int support = recipe_.preconditioner->support();
-      kernels().add_residual(piece.n, exchange_slabs[g].rho, slab.worker_error + piece.begin,
+      kernels().add_residual(piece.n, out, exchange_slabs[g].rho, slab.worker_error + piece.begin,
                              support < 0 ? nullptr : t.vectors[static_cast<std::size_t>(support)], out);
     }
   };

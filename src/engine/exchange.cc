@@ -122,7 +122,7 @@ void Exchange::combine(const std::byte* received, std::byte* contribution) {
       for (std::int64_t r = 1; r < ranks_; ++r) code_.accumulate(ref, section(received, r, k), mean);
       kernels().divide(piece.n, divisor, mean);
       if (feedback) {
-        kernels().add_residual(piece.n, slab.rho, slab.server_error + in_chunk, support(slab, piece), mean);
+        kernels().add_residual(piece.n, mean, slab.rho, slab.server_error + in_chunk, support(slab, piece), mean);
       }
       slab.statistic[static_cast<std::size_t>(i)] = code_.encode(ref, mean, own);
     });

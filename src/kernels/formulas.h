@@ -33,8 +33,8 @@ static inline float parameter(const StepScalars& s, float a, float z, float v) {
   return s.decay * a - update(s, z, v);
 }
 
-static inline float with_residual(float b, float rho, float residual, float support) {
-  return support > 0 ? b + rho * residual : 0.0f;
+static inline float with_residual(float z, float rho, float residual, float support) {
+  return support > 0 ? z + rho * residual : 0.0f;
 }
 
 static inline bool negative(float b) { return b < 0; }

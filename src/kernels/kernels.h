@@ -35,8 +35,8 @@ struct Kernels {
   void (*add)(std::int64_t n, const float* x, float* sum);                           // sum += x
   void (*subtract)(std::int64_t n, const float* x, const float* y, float* out);      // out = x - y
   void (*divide)(std::int64_t n, float divisor, float* x);                           // x /= divisor
-  void (*add_residual)(std::int64_t n, float rho, const float* residual, const float* support,
-                       float* b);                                                    // b = born ? b + rho r : 0
+  void (*add_residual)(std::int64_t n, const float* z, float rho, const float* residual, const float* support,
+                       float* out);                                                  // out = born ? z + rho r : 0
   bool (*all_finite)(std::int64_t n, const float* x);
   std::int64_t (*count_positive)(std::int64_t n, const float* x);
 

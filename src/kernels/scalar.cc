@@ -77,9 +77,10 @@ void divide(std::int64_t n, float divisor, float* x) {
   for (std::int64_t i = 0; i < n; ++i) x[i] /= divisor;
 }
 
-void add_residual(std::int64_t n, float rho, const float* residual, const float* support, float* b) {
+void add_residual(std::int64_t n, const float* z, float rho, const float* residual, const float* support,
+                  float* out) {
   for (std::int64_t i = 0; i < n; ++i) {
-    b[i] = f::with_residual(b[i], rho, residual[i], support == nullptr ? 1.0f : support[i]);
+    out[i] = f::with_residual(z[i], rho, residual[i], support == nullptr ? 1.0f : support[i]);
   }
 }
 

@@ -246,16 +246,16 @@ void divide(std::int64_t n, float divisor, float* x) {
   for (; i < n; ++i) x[i] /= divisor;
 }
 
-void add_residual(std::int64_t n, float rho, const float* HWY_RESTRICT residual, const float* HWY_RESTRICT support,
-                  float* HWY_RESTRICT b) {
+void add_residual(std::int64_t n, const float* z, float rho, const float* HWY_RESTRICT residual,
+                  const float* HWY_RESTRICT support, float* out) {
   const V factor = set(rho);
   std::int64_t i = 0;
   for (; i + kN <= n; i += kN) {
-    V x = hn::Add(load(b + i), hn::Mul(factor, load(residual + i)));
+    V x = hn::Add(load(z + i), hn::Mul(factor, load(residual + i)));
     if (support != nullptr) x = hn::IfThenElseZero(Formulas::born(load(support + i)), x);
-    store(x, b + i);
+    store(x, out + i);
   }
-  for (; i < n; ++i) b[i] = f::with_residual(b[i], rho, residual[i], support == nullptr ? 1.0f : support[i]);
+  for (; i < n; ++i) out[i] = f::with_residual(z[i], rho, residual[i], support == nullptr ? 1.0f : support[i]);
 }
 
 bool all_finite(std::int64_t n, const float* x) {

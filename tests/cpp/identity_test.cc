@@ -312,7 +312,8 @@ TEST_P(Replicas, StayEqual) {
   Trial trial({.recipe = {plain_doubling(16), plain_tied(16), scale, true, false},
                .groups = {{37, 0, 64}, {5}},
                .world = 4,
-               .dtype = dtype});
+               .dtype = dtype,
+               .gradient_dtype = dtype});
   for (std::int64_t t = 1; t <= 2500; ++t) {
     std::vector<GroupOptions> o = options(Plan::kZeros, t, 2);
     for (GroupOptions& group : o) group.lr *= std::pow(0.5, static_cast<double>(t % 800) / 150);
@@ -331,8 +332,8 @@ INSTANTIATE_TEST_SUITE_P(Identity, Replicas,
                                           testing::Values(Scale::kL1, Scale::kL2)));
 
 // 7. A constant u on all ranks: the running mean of u_bar tends to the mean u on born coordinates,
-// and is 0 elsewhere. With beta1 = 0 and a constant learning rate u is lr g, and a sync leaves m =
-// u_bar / S.
+// and is 0 elsewhere. With beta1 = 0 and a constant learning rate u is lr g, and a sync leaves
+// u_bar / S in m.
 TEST(ConstantUpdate, IsTransmittedInTheMean) {
   for (const Scale scale : {Scale::kL1, Scale::kL2}) {
     const std::vector<GroupOptions> o{{.lr = 1e-3, .beta1 = 0, .weight_decay = 0}};
@@ -394,7 +395,7 @@ TEST(Schedules, GoldenRefreshesOfTheDefaultRecipe) {
   EXPECT_EQ(refreshes, golden_refreshes());
 }
 
-// Steps of the events of `schedule` up to `last`, each taking place as soon as it is due.
+// Steps of the events of `schedule` under `lr`, each taking place as soon as it is due.
 std::vector<std::int64_t> events(const Schedule& schedule, const std::vector<double>& lr) {
   ScheduleState state;
   std::vector<std::int64_t> result;
@@ -420,10 +421,8 @@ TEST(Schedules, GoldenLists) {
   EXPECT_EQ(events(*steps({2, 3, 59}), constant), (List{2, 3, 59}));
   // Refreshes in the 12,500 steps of the paper's BERT warm-up: zero_one_adam.md, section 5.
   EXPECT_EQ(events(*doubling(16), std::vector<double>(12'500, 1.0)).size(), 153U);
-  // Step                       1  2    3    4    5    6     7     8     9     10   11   12   13 14
-  // 15 16
-  const std::vector<double> lr{1,    0.6, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25,
-                               0.25, 0.3, 0.3, 0.3, 0.3, 0,    0,    0};
+  const std::vector<double> lr{1,    0.6, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25,  // steps 1 to 8
+                               0.25, 0.3, 0.3, 0.3, 0.3, 0,    0,    0};    // steps 9 to 16
   EXPECT_EQ(events(*learning_rate_tied(16), lr), (List{1, 2, 3, 5, 7, 11, 12, 14}));
   EXPECT_EQ(events(*learning_rate_tied(3), lr), (List{1, 2, 3, 5, 7, 10, 11, 13, 15}));
 }
@@ -506,7 +505,8 @@ TEST_P(Resume, AfterAnyStep) {
                                                    true, false},
                    .groups = {{70, 0, 33}, {9}},
                    .world = world,
-                   .dtype = dtype});
+                   .dtype = dtype,
+                   .gradient_dtype = dtype});
       std::int64_t inside = 0, locals = 0;
       for (std::int64_t t = 1; t <= 60; ++t) {
         const std::vector<GroupOptions> o = options(t < 30 ? Plan::kDecay : Plan::kZeros, t, 2);

@@ -183,8 +183,8 @@ TEST_P(KernelsTest, Vectors) {
     k.add(n, x.data() + o, sum.data() + o);
     k.subtract(n, x.data() + o, y.data() + o, difference.data() + o);
     k.divide(n, 3.0f, quotient.data() + o);
-    k.add_residual(n, 0.3f, x.data() + o, nullptr, all.data() + o);
-    k.add_residual(n, 0.3f, x.data() + o, support.data() + o, born.data() + o);
+    k.add_residual(n, y.data() + o, 0.3f, x.data() + o, nullptr, all.data() + o);
+    k.add_residual(n, born.data() + o, 0.3f, x.data() + o, support.data() + o, born.data() + o);
     return joined({sum, difference, quotient, all, born,
                    {static_cast<float>(k.count_positive(n, support.data() + o)),
                     static_cast<float>(k.all_finite(n, x.data() + o))}});
@@ -219,7 +219,8 @@ TEST_P(KernelsTest, ConversionsFromEveryHalf) {
     ASSERT_EQ(std::bit_cast<std::uint32_t>(expected[i]), std::bit_cast<std::uint32_t>(actual[i])) << i;
     std::uint16_t back;
     kScalarKernels.float_to_float16(1, &expected[i], &back);
-    if (!std::isnan(expected[i])) ASSERT_EQ(back, halves[i]);
+    if (std::isnan(expected[i])) continue;
+    ASSERT_EQ(back, halves[i]);
   }
 }
 

@@ -112,8 +112,7 @@ struct PlainRecipe {
   PlainSchedule sync;
   Scale scale = Scale::kL1;
   bool bias_correction = true;
-  bool sums_momentum =
-      false;  // 1-bit Adam: u sums m, and the learning rate comes after the average
+  bool sums_momentum = false;  // 1-bit Adam: u sums m; the learning rate comes after the average
 };
 
 /// How a slab is cut into chunks and blocks: docs/arithmetic.md, "Mean and codes".
@@ -216,8 +215,7 @@ template <typename Real>
 class Twin {
  public:
   using Vector = std::vector<Real>;
-  using Gradients =
-      std::vector<std::vector<Vector>>;  // [rank][group][element]; nothing given counts as zero
+  using Gradients = std::vector<std::vector<Vector>>;  // [rank][group][element]
 
   /// State of one group. What is equal on all ranks is there once.
   struct Slab {

@@ -103,6 +103,10 @@ inline float from_16_bits(std::uint16_t bits, DType dtype) {
   return (bits & 0x8000) != 0 ? -value : value;
 }
 
+inline float nearest(float x, DType dtype) {
+  return dtype == DType::kFloat32 ? x : from_16_bits(to_16_bits(x, dtype), dtype);
+}
+
 inline SchedulePtr library_schedule(const PlainSchedule& schedule) {
   switch (schedule.kind) {
     case PlainSchedule::Kind::kEveryStep:
@@ -161,11 +165,12 @@ struct Problem {
   std::vector<std::vector<std::int64_t>> groups;  // elements of each tensor
   int world = 1;
   DType dtype = DType::kFloat32;
+  DType gradient_dtype = DType::kFloat32;
   int threads = 1;
-  bool holes =
-      true;  // coordinates without gradient, or with a late one, and null gradients on some ranks
-  std::function<std::optional<Place>(std::int64_t draw, int rank)> nonfinite =
-      {};  // where a gradient isn't finite
+  /// Coordinates without gradient, or with a late one, and null gradients on some ranks.
+  bool holes = true;
+  /// Where a rank's gradient is not finite.
+  std::function<std::optional<Place>(std::int64_t draw, int rank)> nonfinite = {};
 };
 
 /// The same problem solved by the library and by the twin.
@@ -185,8 +190,9 @@ class Trial {
     for (int r = 0; r < problem_.world; ++r) {
       Rank& rank = ranks_.emplace_back();
       std::vector<std::vector<float>> values = initial(r);  // rank 0's become everyone's
-      for (const std::vector<float>& v : values) rank.parameters.push_back(encode(v));
-      rank.gradients = rank.parameters;
+      for (const std::vector<float>& v : values)
+        rank.parameters.push_back(encode(v, problem_.dtype));
+      rank.gradients.resize(problem_.groups.size());
     }
     start(true);
     expect_equal();
@@ -234,16 +240,14 @@ class Trial {
           append_gradient(tensor, n, draw, key, null.back(), values);
           ++tensor;
         }
-        if (problem_.dtype != DType::kFloat32) {
-          for (float& x : values) x = from_16_bits(to_16_bits(x, problem_.dtype), problem_.dtype);
-        }
+        for (float& x : values) x = nearest(x, problem_.gradient_dtype);
         const auto place =
             problem_.nonfinite ? problem_.nonfinite(draw, static_cast<int>(r)) : std::nullopt;
         if (place && place->group == g) {
           values[place->element] = draw % 2 == 0 ? NAN : INFINITY;
           null.assign(null.size(), false);
         }
-        rank.gradients[g] = encode(values);
+        rank.gradients[g] = encode(values, problem_.gradient_dtype);
         point(rank, g, null);
       }
     }
@@ -277,7 +281,7 @@ class Trial {
         expect_vector(r, "accumulated", g, s.u[r]);
         expect_vector(r, "worker_error", g, s.worker_error[r]);
         expect_vector(r, "server_error", g, own_chunk(g, r));
-        const std::vector<std::byte> x = encode(s.x[r]);
+        const std::vector<std::byte> x = encode(s.x[r], problem_.dtype);
         EXPECT_TRUE(same_bytes(ranks_[r].parameters[g].data(), x.data(), x.size())) << "parameters";
       }
       Counters counters = ranks_[r].engine->counters();
@@ -370,22 +374,20 @@ class Trial {
       const std::int64_t n = Layout(group, problem_.world).numel;
       for (std::int64_t i = 0; i < n; ++i) {
         const float value = 0.1F * noise(static_cast<std::uint64_t>(1'000'000 * (rank + 1) + i));
-        x.push_back(problem_.dtype == DType::kFloat32
-                        ? value
-                        : from_16_bits(to_16_bits(value, problem_.dtype), problem_.dtype));
+        x.push_back(nearest(value, problem_.dtype));
       }
     }
     return values;
   }
 
-  std::vector<std::byte> encode(const std::vector<float>& values) const {
-    std::vector<std::byte> bytes(values.size() * size_of(problem_.dtype));
+  static std::vector<std::byte> encode(const std::vector<float>& values, DType dtype) {
+    std::vector<std::byte> bytes(values.size() * size_of(dtype));
     if (values.empty()) return bytes;
-    if (problem_.dtype == DType::kFloat32) {
+    if (dtype == DType::kFloat32) {
       std::memcpy(bytes.data(), values.data(), bytes.size());
     } else {
       std::vector<std::uint16_t> bits;
-      for (const float x : values) bits.push_back(to_16_bits(x, problem_.dtype));
+      for (const float x : values) bits.push_back(to_16_bits(x, dtype));
       std::memcpy(bytes.data(), bits.data(), bytes.size());
     }
     return bytes;
@@ -406,15 +408,17 @@ class Trial {
 
   // Points the tensors of group g at their memory.
   void point(Rank& rank, std::size_t g, const std::vector<bool>& null) {
-    std::size_t tensor = 0, offset = 0;
+    std::size_t tensor = 0, begin = 0;
     for (std::size_t before = 0; before < g; ++before) tensor += problem_.groups[before].size();
     for (std::size_t j = 0; j < problem_.groups[g].size(); ++j) {
-      const auto bytes = static_cast<std::size_t>(problem_.groups[g][j]) * size_of(problem_.dtype);
+      const auto n = static_cast<std::size_t>(problem_.groups[g][j]);
       Tensor& t = rank.tensors[tensor + j];
-      t.data = bytes == 0 ? nullptr : rank.parameters[g].data() + offset;
-      t.gradient = bytes == 0 || null[j] ? nullptr : rank.gradients[g].data() + offset;
-      t.dtype = t.gradient_dtype = problem_.dtype;
-      offset += bytes;
+      t.dtype = problem_.dtype;
+      t.gradient_dtype = problem_.gradient_dtype;
+      t.data = n == 0 ? nullptr : rank.parameters[g].data() + begin * size_of(t.dtype);
+      t.gradient = n == 0 || null[j] ? nullptr
+                                     : rank.gradients[g].data() + begin * size_of(t.gradient_dtype);
+      begin += n;
     }
   }
 

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cctype>
 #include <cmath>
 #include <cstddef>
@@ -10,6 +11,7 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <ostream>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -202,6 +204,12 @@ TEST(Twin, SyncsByCall) {
 // step with an exchange, and on one rank any step, leaves no trace.
 enum class Where { kBorn, kUnborn, kStillGroup };
 
+void PrintTo(Where where, std::ostream* out) {
+  constexpr std::array<const char*, 3> kNames{"at a born coordinate", "at an unborn coordinate",
+                                              "in a group whose learning rate is 0"};
+  *out << kNames[static_cast<std::size_t>(where)];
+}
+
 class NonFinite : public testing::TestWithParam<std::tuple<int, Where>> {};
 
 TEST_P(NonFinite, CountsAsZeroOrSkips) {
@@ -237,13 +245,7 @@ TEST_P(NonFinite, CountsAsZeroOrSkips) {
 
 INSTANTIATE_TEST_SUITE_P(Twin, NonFinite,
                          Combine(Values(1, 2, 3),
-                                 Values(Where::kBorn, Where::kUnborn, Where::kStillGroup)),
-                         [](const auto& test) {
-                           constexpr const char* kNames[] = {
-                               "AtABornCoordinate", "AtAnUnbornCoordinate", "InAStillGroup"};
-                           return kNames[static_cast<int>(std::get<1>(test.param))] +
-                                  std::to_string(std::get<0>(test.param));
-                         });
+                                 Values(Where::kBorn, Where::kUnborn, Where::kStillGroup)));
 
 TEST(Twin, ThreadsGiveTheSameBytes) {
   for (int threads = 1; threads <= 3; ++threads) {
@@ -262,19 +264,24 @@ class InstructionSets : public testing::TestWithParam<std::string_view> {};
 TEST_P(InstructionSets, GiveTheSameBytes) {
   const std::string_view before = instruction_set();
   select_instruction_set(GetParam());
-  for (const Scale scale : {Scale::kL1, Scale::kL2}) {
-    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
-      Trial trial({.recipe = {plain_doubling(2), plain_interval(3), scale, true, false},
-                   .groups = {{2049, 7, 4099}, {31, 33}, {5}},
-                   .world = 3,
-                   .dtype = dtype});
-      run_steps(trial, Plan::kDrop, 22);
-      expect_all_kinds(trial);
-      Trial one_bit({.recipe = plain_one_bit_adam(3, scale),
-                     .groups = {{2049, 7}, {31}},
-                     .world = 2,
-                     .dtype = dtype});
-      run_steps(one_bit, Plan::kDrop, 12);
+  constexpr DType kTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+  for (const DType dtype : kTypes) {
+    for (const DType gradient_dtype : kTypes) {
+      for (const Scale scale : {Scale::kL1, Scale::kL2}) {
+        Trial trial({.recipe = {plain_doubling(2), plain_interval(3), scale, true, false},
+                     .groups = {{2049, 7, 4099}, {31, 33}, {5}},
+                     .world = 3,
+                     .dtype = dtype,
+                     .gradient_dtype = gradient_dtype});
+        run_steps(trial, Plan::kDrop, 22);
+        expect_all_kinds(trial);
+        Trial one_bit({.recipe = plain_one_bit_adam(3, scale),
+                       .groups = {{2049, 7}, {31}},
+                       .world = 2,
+                       .dtype = dtype,
+                       .gradient_dtype = gradient_dtype});
+        run_steps(one_bit, Plan::kDrop, 12);
+      }
     }
   }
   select_instruction_set(before);
