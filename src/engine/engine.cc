@@ -186,6 +186,7 @@ class Engine::Impl {
   bool refresh_round(const Round& round);
   bool sync_round(const Round& round);
 
+  bool gradient_finite(const Round& round, std::size_t group);
   bool gradients_finite(const Round& round);
   bool run_round(const Round& round, Exchange& exchange, bool finite);
   bool inspect_headers(const Round& round, const Header& own, std::span<const Header> headers) const;
@@ -533,28 +534,30 @@ void Engine::Impl::finish_step(StepKind kind) {
   stats_.dense_bytes += 8 * total_numel() * (ranks_ - 1) / ranks_;
 }
 
+bool Engine::Impl::gradient_finite(const Round& round, std::size_t group) {
+  const Slab& slab = slabs_[group];
+  std::atomic<bool> finite{true};
+  pool_.parallel_for(static_cast<std::int64_t>(slab.runs.size()), round.threads,
+                     [&](std::int64_t begin, std::int64_t end) {
+                       alignas(64) float scratch[kTile];
+                       for (auto i = begin; i < end; ++i) {
+                         const Run& run = slab.runs[static_cast<std::size_t>(i)];
+                         const Tensor& tensor = round.tensors[slab.first_tensor + run.tensor];
+                         if (tensor.gradient == nullptr) continue;
+                         const float* gradient =
+                             read_floats(tensor.gradient, tensor.gradient_dtype, run.begin, run.n, scratch);
+                         if (!kernels().all_finite(run.n, gradient)) {
+                           finite.store(false, std::memory_order_relaxed);
+                           return;
+                         }
+                       }
+                     });
+  return finite;
+}
+
 bool Engine::Impl::gradients_finite(const Round& round) {
   bool finite = true;
-  for (std::size_t g = 0; g < slabs_.size(); ++g) {
-    const Slab& slab = slabs_[g];
-    std::atomic<bool> slab_finite{true};
-    pool_.parallel_for(static_cast<std::int64_t>(slab.runs.size()), round.threads,
-                       [&](std::int64_t begin, std::int64_t end) {
-                         alignas(64) float scratch[kTile];
-                         for (auto i = begin; i < end; ++i) {
-                           const Run& run = slab.runs[static_cast<std::size_t>(i)];
-                           const Tensor& tensor = round.tensors[slab.first_tensor + run.tensor];
-                           if (tensor.gradient == nullptr) continue;
-                           const float* gradient =
-                               read_floats(tensor.gradient, tensor.gradient_dtype, run.begin, run.n, scratch);
-                           if (!kernels().all_finite(run.n, gradient)) {
-                             slab_finite.store(false, std::memory_order_relaxed);
-                             return;
-                           }
-                         }
-                       });
-    finite = finite && slab_finite;
-  }
+  for (std::size_t g = 0; g < slabs_.size() && finite; ++g) finite = gradient_finite(round, g);
   if (!finite) ++stats_.nonfinite_gradients;
   return finite;
 }
@@ -645,9 +648,10 @@ bool Engine::Impl::refresh_round(const Round& round) {
           return read_gradient(tensor, piece.tensor_begin, piece.n, round.options[g].maximize, scratch);
         });
       };
-      // After an error of this rank nobody reads more than the header.
-      finite = !round.error.empty() || encode(false);
-      if (!finite) encode(true);
+      if (round.error.empty()) {  // after an error of this rank nobody reads more than the header
+        finite = encode(false);
+        if (!finite) encode(true);
+      }
     }
     if (!run_round(round, *dense_, finite)) return false;
   } else {
@@ -695,14 +699,16 @@ bool Engine::Impl::sync_round(const Round& round) {
     exchange_slabs[g].rho = static_cast<float>(c.previous_sum > 0 ? std::min(1.0, c.sum / c.previous_sum) : 1.0);
   }
   // b = u + rho worker_error, from the gradient on: nothing is stored before the commit.
-  const auto candidate = [&](std::size_t g, const StepScalars& s, const Piece& piece, bool zero, float* gradient,
+  const auto gradient_of = [&](std::size_t g, const Piece& piece, bool zero, float* scratch) {
+    Tensor tensor = round.tensors[slabs_[g].first_tensor + static_cast<std::size_t>(piece.tensor)];
+    if (zero || !stepping) tensor.gradient = nullptr;
+    return read_gradient(tensor, piece.tensor_begin, piece.n, round.options[g].maximize, scratch);
+  };
+  const auto candidate = [&](std::size_t g, const StepScalars& s, const Piece& piece, const float* gradient,
                              float* out) {
     const Slab& slab = slabs_[g];
-    Tensor tensor = round.tensors[slab.first_tensor + static_cast<std::size_t>(piece.tensor)];
-    if (zero || !stepping) tensor.gradient = nullptr;
     const Tile t = tile(slab, piece.begin, piece.n);
-    recipe_.preconditioner->peek(
-        s, t, read_gradient(tensor, piece.tensor_begin, piece.n, round.options[g].maximize, gradient), out);
+    recipe_.preconditioner->peek(s, t, gradient, out);
     if (slab.worker_error != nullptr) {
       const int support = recipe_.preconditioner->support();
       kernels().add_residual(piece.n, out, exchange_slabs[g].rho, slab.worker_error + piece.begin,
@@ -714,14 +720,25 @@ bool Engine::Impl::sync_round(const Round& round) {
   {
     const Timer timer(stats_.encode_seconds);
     const auto encode = [&](bool zero) {
-      return compressed_->encode(wire_, pool_, round.threads, [&](std::size_t g, const Piece& piece, float* out) {
-        alignas(64) float gradient[kTile];
-        candidate(g, scalars(next_.slabs[g], round.options[g], stepping), piece, zero, gradient, out);
-        return static_cast<const float*>(out);
-      });
+      std::atomic<bool> gradient_finite{true};
+      const bool encoded =
+          compressed_->encode(wire_, pool_, round.threads, [&](std::size_t g, const Piece& piece, float* out) {
+            alignas(64) float scratch[kTile];
+            const float* gradient = gradient_of(g, piece, zero, scratch);
+            // Also where the preconditioner would not look: the rule is one for the whole gradient.
+            if (!kernels().all_finite(piece.n, gradient)) gradient_finite.store(false, std::memory_order_relaxed);
+            candidate(g, scalars(next_.slabs[g], round.options[g], stepping), piece, gradient, out);
+            return static_cast<const float*>(out);
+          });
+      return encoded && gradient_finite;
     };
-    finite = !round.error.empty() || encode(false);
-    if (!finite) encode(true);
+    if (round.error.empty()) {  // after an error of this rank nobody reads more than the header
+      finite = encode(false);
+      for (std::size_t g = 0; g < slabs_.size() && stepping; ++g) {
+        if (!exchange_slabs[g].active) finite = gradient_finite(round, g) && finite;
+      }
+      if (!finite) encode(true);
+    }
   }
   if (!run_round(round, *compressed_, finite)) return false;
 
@@ -739,7 +756,7 @@ bool Engine::Impl::sync_round(const Round& round) {
           for (auto i = begin; i < end; ++i) {
             const Piece& piece = layout.pieces[static_cast<std::size_t>(i)];
             if (slab.worker_error != nullptr) {
-              candidate(g, s, piece, !finite, scratch, b);
+              candidate(g, s, piece, gradient_of(g, piece, !finite, scratch), b);
               compressed_->decode_own(wire_, g, piece, scratch);
               kernels().subtract(piece.n, b, scratch, slab.worker_error + piece.begin);
             }

@@ -1,0 +1,222 @@
+"""A trial: an optimizer of the library beside the plain twin, step by step, bytes compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import plain_twin
+import torch
+from plain_twin import Options, Recipe, Twin, Vector
+
+import zeroone
+
+Shapes = Sequence[Sequence[tuple[int, ...]]]  # [group][tensor]
+Plan = Callable[[int], list[Options]]  # the groups' settings at a step
+# Odd sizes, a scalar, an empty tensor, several pieces of a scale, several blocks of a chunk.
+SHAPES: Shapes = [[(70, 70), (), (0, 3), (13,), (300, 3)], [(2048,), (5,), (1, 1)]]
+
+
+def constant(lr: float = 1e-3, groups: int = 1, **others: Any) -> Plan:
+    return lambda t: [Options(lr=lr, **others) for _ in range(groups)]
+
+
+def bits(values: torch.Tensor | Vector) -> bytes:
+    """Compared as bytes, -0 differs from 0."""
+    if isinstance(values, torch.Tensor):
+        integers = {2: torch.int16, 4: torch.int32}[values.element_size()]
+        return values.detach().flatten().view(integers).numpy().tobytes()
+    return values.tobytes()
+
+
+class Trial:
+    """One rank of the library, and the twin of all ranks.
+
+    Gradients are noise of unlike sizes plus a part that depends on the parameters, so that an
+    error grows. An eighth of the coordinates has no gradient before step 4, and others none before
+    step 8: they have no second moment. Some ranks have no gradient at all for some tensors.
+    """
+
+    def __init__(
+        self,
+        make: Callable[..., torch.optim.Optimizer],
+        recipe: Recipe,
+        plan: Plan,
+        shapes: Shapes = SHAPES,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        **arguments: Any,
+    ) -> None:
+        self.plan, self.rank, self.world, self.dtype, self.seed = plan, rank, world, dtype, seed
+        self.parameters: list[list[torch.nn.Parameter]] = []
+        self._scales: list[list[Vector]] = []
+        self.twin = Twin(recipe, [], world)
+        for group in shapes:
+            self._add(group)
+        groups = [
+            {"params": parameters, **vars(options)}
+            for parameters, options in zip(self.parameters, plan(0), strict=True)
+        ]
+        self.optimizer: Any = make(groups, **arguments)
+        self.t = 0
+        self.compare()
+
+    def add_param_group(self, group: Sequence[tuple[int, ...]], plan: Plan) -> None:
+        """`plan` says the settings of all groups from now on."""
+        self._add(group)
+        self.plan = plan
+        options = plan(self.t)[-1]
+        self.optimizer.add_param_group({"params": self.parameters[-1], **vars(options)})
+        self.compare()
+
+    def run(self, steps: int, **extra: Any) -> Trial:
+        for _ in range(steps):
+            self.step(**extra)
+        return self
+
+    def step(self, not_finite: Sequence[int] = ()) -> str:
+        """One step of both; the gradients of the ranks `not_finite` have a NaN or infinity."""
+        self.t += 1
+        options = self.plan(self.t)
+        gradients = [self._gradients(rank, rank in not_finite) for rank in range(self.world)]
+        for group, of_group in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(vars(of_group))
+        own = [gradient for group in gradients[self.rank] for gradient in group]
+        flat = [parameter for group in self.parameters for parameter in group]
+        for parameter, gradient in zip(flat, own, strict=True):
+            parameter.grad = None
+            if gradient is not None:
+                parameter.grad = torch.from_numpy(gradient).to(self.dtype)
+        self.optimizer.step()
+        kind = self.twin.step(gradients, options)
+        self.compare()
+        return kind
+
+    def sync(self) -> bool:
+        self.optimizer.sync()
+        moved = self.twin.sync(self.plan(self.t))
+        self.compare()
+        return moved
+
+    def tensors(self) -> Iterator[tuple[int, int, torch.nn.Parameter]]:
+        for g, group in enumerate(self.parameters):
+            for i, parameter in enumerate(group):
+                yield g, i, parameter
+
+    def written(self, g: int, i: int) -> torch.Tensor:
+        """What the library must have written to a parameter."""
+        return torch.from_numpy(self.twin.tensor(self.rank, g, i).copy()).to(self.dtype)
+
+    def compare(self) -> None:
+        """Every byte of this rank's parameters and state, and every scalar."""
+        own = self.optimizer.state_dict()["zeroone"]
+        t = f"after step {self.t} ({self.twin.kinds[-1:]}), rank {self.rank}"
+        compressed = self.twin.recipe.compressed
+        for g, i, parameter in self.tensors():
+            slab = self.twin.slabs[g]
+            here = slab.layout.tensors[i]
+            where = f"{t}: tensor {i} of group {g}"
+            assert parameter.dtype == self.dtype
+            assert bits(parameter.flatten()) == bits(self.written(g, i)), where
+            expected = {
+                "exp_avg": slab.m[self.rank],
+                "exp_avg_sq": slab.v,
+                "anchor": slab.a,
+                "accumulated": slab.u[self.rank],
+                "worker_error": slab.worker_error[self.rank],
+            }
+            state = self.optimizer.state[parameter]
+            assert set(state) == {"step", *expected} - (set() if compressed else {"worker_error"})
+            assert state["step"] == slab.t, where
+            for name, values in expected.items():
+                if name in state:
+                    assert state[name].dtype == torch.float32
+                    assert state[name].shape == parameter.shape
+                    assert bits(state[name].flatten()) == values[here].tobytes(), f"{where}: {name}"
+        counters = own["counters"]
+        assert (counters["step"], counters["last_sync"]) == (self.twin.t, self.twin.last_sync), t
+        for g, (slab, scalars) in enumerate(zip(self.twin.slabs, counters["slabs"], strict=True)):
+            assert scalars == {
+                "step": slab.t,
+                "refreshes": slab.k,
+                "pending": slab.pending,
+                "sum": slab.s,
+                "previous_sum": slab.s_prev,
+                "decay": slab.p,
+            }, f"{t}: group {g}"
+            if compressed:
+                residual = slab.server_error[slab.layout.chunks[self.rank]]
+                held = own[f"server_error.rank{self.rank}"][g]  # padded to the longest chunk
+                padded = np.pad(residual, (0, held.numel() - residual.size))
+                assert bits(held) == padded.tobytes(), f"{t}: server_error of group {g}"
+        stats = self.optimizer.stats
+        assert stats.bytes_sent == stats.bytes_received == self.twin.bytes_sent, t
+        kinds = self.twin.kinds
+        assert stats.skipped_steps == kinds.count("skipped"), t
+        assert stats.steps == self.twin.t, t
+
+    # --- data ----------------------------------------------------------------------------------
+
+    def _noise(self, *key: int) -> np.random.Generator:
+        return np.random.default_rng([self.seed, *key])
+
+    def _initial(self, group: Sequence[tuple[int, ...]], rank: int) -> list[Vector]:
+        """Every rank starts elsewhere; the first one's values must win."""
+        noise = self._noise(1, rank, len(self.parameters))
+        return [self._rounded(noise.standard_normal(shape, np.float32)) for shape in group]
+
+    def _rounded(self, values: Any) -> Vector:
+        tensor = torch.as_tensor(np.asarray(values, np.float32))
+        return tensor.to(self.dtype).float().numpy()
+
+    def _add(self, group: Sequence[tuple[int, ...]]) -> None:
+        self.twin.add_group(self._initial(group, rank=0))
+        values = self._initial(group, self.rank)
+        self.parameters.append(
+            [torch.nn.Parameter(torch.from_numpy(value).to(self.dtype)) for value in values]
+        )
+        noise = self._noise(2, len(self._scales))
+        self._scales.append(
+            [(10 ** noise.uniform(-4, 0, shape)).astype(np.float32) for shape in group]
+        )
+
+    def _gradients(self, rank: int, not_finite: bool) -> list[list[Vector | None]]:
+        noise = self._noise(3, self.t, rank)
+        gradients: list[list[Vector | None]] = []
+        for g, group in enumerate(self.parameters):
+            gradients.append([])
+            for i, parameter in enumerate(group):
+                x = self.twin.tensor(rank, g, i).reshape(parameter.shape)
+                scale = self._scales[g][i]
+                value = scale * (noise.standard_normal(x.shape, np.float32) + np.float32(0.1) * x)
+                late = (scale > 0.32) & (self.t < 4) | (scale < 2e-4) & (self.t < 8)
+                value = np.where(late, np.float32(0), value)
+                missing = (self.t + rank + i + g) % 7 == 0 and x.size > 0
+                gradients[-1].append(None if missing else self._rounded(value))
+        if not_finite:
+            present = [x for group in gradients for x in group if x is not None and x.size > 0]
+            present[rank % len(present)].reshape(-1)[-1] = (np.nan, np.inf, -np.inf)[rank % 3]
+        return gradients
+
+
+def zero_one_adam(plan: Plan, shapes: Shapes = SHAPES, **arguments: Any) -> Trial:
+    of_recipe = ("variance_schedule", "sync_schedule", "scale", "bias_correction")
+    recipe = {name: arguments[name] for name in of_recipe if name in arguments}
+    return Trial(
+        zeroone.ZeroOneAdam, plain_twin.zero_one_adam(**recipe), plan, shapes, **arguments
+    )
+
+
+def one_bit_adam(plan: Plan, shapes: Shapes = SHAPES, **arguments: Any) -> Trial:
+    of_recipe = ("warmup_steps", "scale", "bias_correction")
+    recipe = {name: arguments[name] for name in of_recipe if name in arguments}
+    return Trial(zeroone.OneBitAdam, plain_twin.one_bit_adam(**recipe), plan, shapes, **arguments)
+
+
+def adamw(plan: Plan, shapes: Shapes = SHAPES, **arguments: Any) -> Trial:
+    recipe = {name: arguments[name] for name in ("bias_correction",) if name in arguments}
+    return Trial(zeroone.AdamW, plain_twin.adamw(**recipe), plan, shapes, **arguments)
