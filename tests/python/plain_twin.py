@@ -305,6 +305,7 @@ class Twin:
         ]
         finite = [all(np.isfinite(g).all() for g in groups) for groups in flat]
         if not any(finite) and (refresh or sync or self.world == 1):
+            self._count(refresh, phases=1)  # the headers say it before anything is gathered
             self.kinds.append("skipped")
             return "skipped"
         for groups, good in zip(flat, finite, strict=True):
@@ -326,10 +327,8 @@ class Twin:
         kind = "refresh" if refresh else "sync" if sync else "local"
         if refresh:
             self.refresh_position.advance(t, lr)
-            self._count(layout.dense_section for layout in self._layouts())
-        if sync:
-            self._count(layout.one_bit_section for layout in self._layouts())
         if refresh or sync:
+            self._count(refresh)
             self._synchronised(lr)
         self.kinds.append(kind)
         return kind
@@ -344,7 +343,7 @@ class Twin:
         for slab, o in zip(self.slabs, options, strict=True):
             if slab.pending > 0:
                 self._sync(slab, o)
-        self._count(layout.one_bit_section for layout in self._layouts())
+        self._count(dense=False)
         self._synchronised([o.lr for o in options])
         return True
 
@@ -359,12 +358,10 @@ class Twin:
 
     # --- parts of a step -----------------------------------------------------------------------
 
-    def _layouts(self) -> list[Layout]:
-        return [slab.layout for slab in self.slabs]
-
-    def _count(self, sections: Any) -> None:
-        if self.world > 1:
-            self.bytes_sent += 2 * (self.world - 1) * (HEADER + sum(sections))
+    def _count(self, dense: bool, phases: int = 2) -> None:
+        layouts = [slab.layout for slab in self.slabs]
+        sections = sum(x.dense_section if dense else x.one_bit_section for x in layouts)
+        self.bytes_sent += phases * (self.world - 1) * (HEADER + sections)
 
     def _synchronised(self, lr: list[float]) -> None:
         self.sync_position.advance(self.t, lr)

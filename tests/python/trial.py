@@ -78,11 +78,14 @@ class Trial:
             self.step(**extra)
         return self
 
-    def step(self, not_finite: Sequence[int] = ()) -> str:
-        """One step of both; the gradients of the ranks `not_finite` have a NaN or infinity."""
+    def step(self, not_finite: Sequence[int] = (), unborn: bool = False) -> str:
+        """One step of both. The gradients of the ranks `not_finite` have one NaN or infinity, at
+        the coordinate of the largest second moment, or at one that has none yet (`unborn`)."""
         self.t += 1
         options = self.plan(self.t)
-        gradients = [self._gradients(rank, rank in not_finite) for rank in range(self.world)]
+        gradients = [self._gradients(rank) for rank in range(self.world)]
+        for rank in not_finite:
+            self._spoil(gradients[rank], (np.nan, np.inf, -np.inf)[rank % 3], unborn)
         for group, of_group in zip(self.optimizer.param_groups, options, strict=True):
             group.update(vars(of_group))
         own = [gradient for group in gradients[self.rank] for gradient in group]
@@ -184,7 +187,7 @@ class Trial:
             [(10 ** noise.uniform(-4, 0, shape)).astype(np.float32) for shape in group]
         )
 
-    def _gradients(self, rank: int, not_finite: bool) -> list[list[Vector | None]]:
+    def _gradients(self, rank: int) -> list[list[Vector | None]]:
         noise = self._noise(3, self.t, rank)
         gradients: list[list[Vector | None]] = []
         for g, group in enumerate(self.parameters):
@@ -197,10 +200,19 @@ class Trial:
                 value = np.where(late, np.float32(0), value)
                 missing = (self.t + rank + i + g) % 7 == 0 and x.size > 0
                 gradients[-1].append(None if missing else self._rounded(value))
-        if not_finite:
-            present = [x for group in gradients for x in group if x is not None and x.size > 0]
-            present[rank % len(present)].reshape(-1)[-1] = (np.nan, np.inf, -np.inf)[rank % 3]
         return gradients
+
+    def _spoil(self, gradients: list[list[Vector | None]], bad: float, unborn: bool) -> None:
+        candidates = []
+        for slab, group in zip(self.twin.slabs, gradients, strict=True):
+            for here, gradient in zip(slab.layout.tensors, group, strict=True):
+                if gradient is not None and gradient.size > 0:
+                    v = slab.v[here]
+                    at = int(v.argmin() if unborn else v.argmax())
+                    candidates.append((-v[at] if unborn else v[at], gradient.reshape(-1), at))
+        moment, gradient, at = max(candidates, key=lambda candidate: candidate[0])
+        assert (moment == 0) == unborn or self.t == 1
+        gradient[at] = bad
 
 
 def zero_one_adam(plan: Plan, shapes: Shapes = SHAPES, **arguments: Any) -> Trial:
