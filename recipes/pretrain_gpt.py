@@ -28,9 +28,10 @@ import closed_form
 import corpus
 import torch
 import torch.distributed as dist
+import transformers
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
-from transformers import GPT2Config, GPT2LMHeadModel, logging
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import zeroone
 
@@ -100,7 +101,7 @@ class Run:
 
 def main() -> None:
     options = parse_options()
-    logging.set_verbosity_error()  # transformers': it warns about settings that we left alone
+    transformers.logging.set_verbosity_error()  # it warns about settings that we left alone
     start_process_group(options.backend)
     try:
         text = load_corpus(options)

@@ -116,7 +116,7 @@ class Engine {
 
   /// The caller has written new values to the parameters `indices`: the anchor takes them, and pending local steps
   /// of these parameters are dropped. Where the values are those the engine wrote, nothing changes. The next round
-  /// verifies that all ranks adopted the same.
+  /// verifies that all ranks adopted the same; adopting all tensors takes back what was adopted before.
   void adopt(std::span<const Tensor> tensors, std::span<const GroupOptions> options,
              std::span<const std::int64_t> indices);
 

@@ -86,7 +86,13 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
     """The timeout of a group; None (the backend's default) where the backend does not tell."""
-    backend = group._get_backend(torch.device("cpu"))
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError as cause:
+        raise ValueError(
+            f"the process group's backend {dist.get_backend_config(group)!r} does not carry CPU "
+            "tensors; initialise it with one that does, such as 'gloo' or 'cpu:gloo,cuda:nccl'"
+        ) from cause
     timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
     return timeout
 

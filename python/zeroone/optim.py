@@ -131,6 +131,8 @@ class _Optimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group. After construction a collective: the new parameters are checked
         among the ranks, and broadcast."""
+        if self._engine is not None and self._communicator is not None:
+            self._adopt()
         super().add_param_group(param_group)
         index = len(self.param_groups) - 1
         try:

@@ -305,7 +305,7 @@ class Twin:
         ]
         finite = [all(np.isfinite(g).all() for g in groups) for groups in flat]
         if not any(finite) and (refresh or sync or self.world == 1):
-            self._count(refresh, phases=1)  # the headers say it before anything is gathered
+            self.count(refresh, phases=1)  # the headers say it before anything is gathered
             self.kinds.append("skipped")
             return "skipped"
         for groups, good in zip(flat, finite, strict=True):
@@ -328,7 +328,7 @@ class Twin:
         if refresh:
             self.refresh_position.advance(t, lr)
         if refresh or sync:
-            self._count(refresh)
+            self.count(refresh)
             self._synchronised(lr)
         self.kinds.append(kind)
         return kind
@@ -343,7 +343,7 @@ class Twin:
         for slab, o in zip(self.slabs, options, strict=True):
             if slab.pending > 0:
                 self._sync(slab, o)
-        self._count(dense=False)
+        self.count(dense=False)
         self._synchronised([o.lr for o in options])
         return True
 
@@ -358,10 +358,13 @@ class Twin:
 
     # --- parts of a step -----------------------------------------------------------------------
 
-    def _count(self, dense: bool, phases: int = 2) -> None:
+    def count(self, dense: bool, phases: int = 2) -> int:
+        """Counts what a rank sends in a round, or in its first phase alone."""
         layouts = [slab.layout for slab in self.slabs]
         sections = sum(x.dense_section if dense else x.one_bit_section for x in layouts)
-        self.bytes_sent += phases * (self.world - 1) * (HEADER + sections)
+        sent = phases * (self.world - 1) * (HEADER + sections)
+        self.bytes_sent += sent
+        return sent
 
     def _synchronised(self, lr: list[float]) -> None:
         self.sync_position.advance(self.t, lr)
