@@ -23,7 +23,7 @@ example: build-cpp  ## train a classifier in C++ on four MPI ranks
 test: test-cpp test-python  ## all tests
 
 test-cpp: build-cpp  ## the tests of the C++ library
-	$(BIN)/ctest --test-dir build/cpp --output-on-failure --no-tests=error
+	$(BIN)/ctest --test-dir build/cpp --output-on-failure --no-tests=error --parallel $(JOBS)
 
 test-python: .venv/.package  ## the tests of the Python package
 	$(BIN)/python -m pytest tests
@@ -34,10 +34,11 @@ test-neon: .venv/.requirements  ## the kernels' tests on an emulated Arm process
 	$(BIN)/cmake --build build/neon --parallel $(JOBS)
 	$(BIN)/ctest --test-dir build/neon --output-on-failure --no-tests=error -R "Kernels|Wire|no_|registers"
 
-bench: .venv/.package  ## kernels, in elements and bytes per second
+bench: .venv/.package  ## speed of the kernels, and of a step against torch's AdamW
 	$(CMAKE) -B build/bench -DZEROONE_BENCHMARKS=ON
 	$(BIN)/cmake --build build/bench --parallel $(JOBS)
-	for program in build/bench/benchmarks/*_benchmark; do "$$program" || exit; done
+	build/bench/benchmarks/kernels_benchmark
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step.py
 
 lint: .venv/.requirements  ## formatting, likely mistakes, types
 	$(BIN)/ruff check

@@ -1,6 +1,7 @@
 """Writes digits.bin from scikit-learn's copy of the digits of Alpaydin and Kaynak (UCI, CC BY 4.0).
 
-1,797 records of 65 bytes: 8 x 8 pixels of 0 to 16, then the digit. The file is committed; this shows its origin.
+1,797 records of 65 bytes: 8 x 8 pixels of 0 to 16, then the digit. The file is committed; this
+shows where it comes from.
 """
 
 from pathlib import Path

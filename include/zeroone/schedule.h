@@ -61,7 +61,8 @@ SchedulePtr doubling(std::int64_t kappa = 16, std::int64_t until = kNever);
 /// rate has risen since the event before. A constant learning rate stays at 1.
 SchedulePtr learning_rate_tied(std::int64_t max_interval = 16);
 
-/// At exactly these steps, which must be positive and increasing, and never after the last.
+/// At these steps, which must be positive and increasing, and never after the last. (The first step of all is a refresh
+/// whatever the variance schedule says.)
 SchedulePtr steps(std::vector<std::int64_t> steps);
 
 }  // namespace zeroone

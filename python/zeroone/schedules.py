@@ -85,7 +85,10 @@ class LearningRateTied(_Checked):
 
 @dataclass(frozen=True)
 class Steps(_Checked):
-    """At exactly these steps, which must be positive and increasing."""
+    """At these steps, which must be positive and increasing.
+
+    The first step of all is a refresh whatever the variance schedule says.
+    """
 
     steps: Sequence[int]
 

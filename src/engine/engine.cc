@@ -4,11 +4,11 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <charconv>
 #include <chrono>
 #include <cmath>
 #include <cstring>
 #include <optional>
-#include <sstream>
 #include <utility>
 
 #include "engine/exchange.h"
@@ -80,11 +80,10 @@ bool any_pending(const Counters& counters) {
                      [](const SlabCounters& slab) { return slab.pending > 0; });
 }
 
+// The shortest text that reads back as this value.
 std::string text_of(double value) {
-  std::ostringstream text;
-  text.precision(17);
-  text << value;
-  return text.str();
+  char text[32];
+  return {text, std::to_chars(text, text + sizeof text, value).ptr};
 }
 
 std::uint64_t hash_settings(std::span<const GroupOptions> options) {
@@ -604,7 +603,7 @@ bool Engine::Impl::inspect_headers(const Round& round, const Header& own, std::s
   if (alike) return any_finite;
   // All ranks have seen the same headers, so all come here.
   static constexpr const char* kKinds[] = {"a local step", "a refresh", "a sync", "sync() called"};
-  Fingerprint fingerprint = {{"step", std::to_string(own.step)}, {"kind of round", kKinds[own.kind & 3]}};
+  Fingerprint fingerprint = {{"what to do", kKinds[own.kind & 3] + (" at step " + std::to_string(own.step))}};
   add_settings(fingerprint, round.options);
   fingerprint.emplace_back("parameters loaded since the last round",
                            own.adopted == 0 ? "none" : "values with hash " + std::to_string(own.adopted));

@@ -213,7 +213,7 @@ TEST_F(Disagreement, OverTheOperation) {
       rank.engine->step(*rank.communicator, rank.tensors, options_);
     }
   });
-  expect_naming(said, {"step", "rank 0 has 4", "rank 1 has 5"});
+  expect_naming(said, {"rank 0 has sync() called at step 4", "rank 1 has a sync at step 5"});
   expect_recovery();
 }
 

@@ -1,0 +1,267 @@
+"""Stop at any step and resume in new processes: the same bytes as without a stop."""
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import launch
+import pytest
+import torch
+import torch.distributed as dist
+import trial
+from plain_twin import Options
+from trial import bits
+
+import zeroone
+from zeroone.schedules import Doubling, Interval
+
+SHAPES = [[(50, 9), (), (0,)], [(2100,)]]
+STEPS = 16
+# After the first refresh; inside an interval, twice; after a sync; before a refresh that waits.
+STOPS = [1, 4, 5, 6, 9]
+
+
+def make(dtype: torch.dtype, start: float) -> tuple[list[torch.nn.Parameter], Any]:
+    parameters = [torch.nn.Parameter(torch.full(s, start, dtype=dtype)) for g in SHAPES for s in g]
+    groups = [
+        {"params": parameters[:3], "weight_decay": 0.1},
+        {"params": parameters[3:], "betas": (0.8, 0.99)},
+    ]
+    optimizer = zeroone.ZeroOneAdam(
+        groups, lr=2e-3, variance_schedule=Doubling(2), sync_schedule=Interval(3)
+    )
+    return parameters, optimizer
+
+
+def train(parameters: list[torch.nn.Parameter], optimizer: Any, steps: range) -> Iterator[int]:
+    """The gradient depends on the rank, the step, and the parameters."""
+    for t in steps:
+        generator = torch.Generator().manual_seed(100 * t + dist.get_rank())
+        for p in parameters:
+            p.grad = (torch.randn(p.shape, generator=generator) + 0.1 * p.detach()).to(p.dtype)
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3 * 0.95**t
+        optimizer.step()
+        yield t
+
+
+def digest(parameters: list[torch.nn.Parameter], optimizer: Any) -> list[Any]:
+    """Everything that the state has, as bytes."""
+    saved = optimizer.state_dict()
+    own = saved["zeroone"]
+    vectors = [(k, bits(x)) for state in saved["state"].values() for k, x in state.items()]
+    errors = own[f"server_error.rank{dist.get_rank()}"]
+    settings = [group["lr"] for group in saved["param_groups"]]
+    return [own["counters"], settings, vectors, *map(bits, [*errors, *parameters])]
+
+
+def never_stops(folder: Path, dtype: torch.dtype) -> list[Any]:
+    parameters, optimizer = make(dtype, start=0.5)
+    for t in train(parameters, optimizer, range(1, STEPS + 1)):
+        if t in STOPS:
+            torch.save(optimizer.state_dict(), folder / f"{t}.rank{dist.get_rank()}.pt")
+    return digest(parameters, optimizer)
+
+
+def resumes(folder: Path, dtype: torch.dtype) -> list[Any]:
+    digests = []
+    for stop in STOPS:
+        saved = torch.load(folder / f"{stop}.rank{dist.get_rank()}.pt")
+        parameters, optimizer = make(dtype, start=-1.0)  # to be overwritten
+        addresses = [p.data_ptr() for p in parameters]
+        optimizer.load_state_dict(saved)
+        for _ in train(parameters, optimizer, range(stop + 1, STEPS + 1)):
+            pass
+        assert [p.data_ptr() for p in parameters] == addresses
+        digests.append(digest(parameters, optimizer))
+    return digests
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_resume(ranks: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    wanted = launch.run_ranks(never_stops, ranks, tmp_path, dtype)
+    found = launch.run_ranks(resumes, ranks, tmp_path, dtype)
+    pending = [torch.load(tmp_path / f"{t}.rank0.pt") for t in STOPS]
+    assert [s["zeroone"]["counters"]["slabs"][0]["pending"] for s in pending] == [0, 1, 2, 0, 2]
+    for rank in range(ranks):
+        for stop, end in zip(STOPS, found[rank], strict=True):
+            assert end == wanted[rank], (rank, stop)
+    assert wanted[0] != wanted[1]  # inside an interval
+
+
+# --- states that do not fit ---------------------------------------------------------------------
+
+
+def without(*path: Any) -> Callable[[dict[str, Any]], None]:
+    def damage(state: dict[str, Any]) -> None:
+        for key in path[:-1]:
+            state = state[key]
+        del state[path[-1]]
+
+    return damage
+
+
+def shorter_vector(state: dict[str, Any]) -> None:
+    state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"][:-1]
+
+
+def other_rank(state: dict[str, Any]) -> None:
+    state["zeroone"]["rank"] = 1 - dist.get_rank()
+
+
+def other_world(state: dict[str, Any]) -> None:
+    state["zeroone"]["world_size"] = 3
+
+
+def later_format(state: dict[str, Any]) -> None:
+    state["zeroone"]["format"] = 1000
+
+
+def fewer_tensors(state: dict[str, Any]) -> None:
+    state["param_groups"][0]["params"].pop()
+
+
+def shorter_residual(state: dict[str, Any]) -> None:
+    errors = state["zeroone"][f"server_error.rank{dist.get_rank()}"]
+    errors[0] = errors[0][:-8]
+
+
+def fewer_residuals(state: dict[str, Any]) -> None:
+    state["zeroone"][f"server_error.rank{dist.get_rank()}"].pop()
+
+
+def no_residuals(state: dict[str, Any]) -> None:
+    del state["zeroone"][f"server_error.rank{dist.get_rank()}"]
+
+
+def no_worker_error(state: dict[str, Any]) -> None:
+    del state["state"][0][f"worker_error.rank{dist.get_rank()}"]
+
+
+def text_for_a_vector(state: dict[str, Any]) -> None:
+    state["state"][0]["anchor"] = "anchor"
+
+
+DAMAGES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "empty": dict.clear,
+    "zeroone": without("zeroone"),
+    "later format": later_format,
+    "other rank": other_rank,
+    "other world": other_world,
+    "no rank": without("zeroone", "rank"),
+    "counters": without("zeroone", "counters"),
+    "counters step": without("zeroone", "counters", "step"),
+    "counters group": without("zeroone", "counters", "slabs", 1),
+    "counters sum": without("zeroone", "counters", "slabs", 0, "sum"),
+    "param_groups": without("param_groups"),
+    "group": without("param_groups", 1),
+    "fewer tensors": fewer_tensors,
+    "state": without("state"),
+    "tensor": without("state", 1),
+    "vector": without("state", 1, "exp_avg_sq"),
+    "shorter vector": shorter_vector,
+    "text": text_for_a_vector,
+    "worker_error": no_worker_error,
+    "shorter residual": shorter_residual,
+    "fewer residuals": fewer_residuals,
+    "residuals": no_residuals,
+}
+
+
+def refused(name: str) -> str:
+    """Empty if a damaged state raises ValueError and changes nothing; else what it did."""
+    parameters, optimizer = make(torch.float32, start=0.5)
+    for _ in train(parameters, optimizer, range(1, 9)):
+        pass
+    state = copy.deepcopy(optimizer.state_dict())
+    for _ in train(parameters, optimizer, range(9, 12)):
+        pass
+    DAMAGES[name](state)
+    before = digest(parameters, optimizer)
+    said = "loaded without an error"
+    try:
+        optimizer.load_state_dict(state)
+    except ValueError:
+        said = ""
+    except Exception as error:
+        said = f"raised {error!r}"
+    return said + ("" if digest(parameters, optimizer) == before else ", and changed something")
+
+
+def refuses() -> dict[str, str]:
+    return {name: said for name in DAMAGES if (said := refused(name))}
+
+
+def foreign() -> dict[str, str]:
+    """States of other optimizers: what loading each did, where it was not a ValueError."""
+    parameters = [torch.nn.Parameter(torch.ones(9)) for _ in range(2)]
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    made: dict[str, Any] = {
+        "torch": torch.optim.AdamW(parameters),
+        "AdamW": zeroone.AdamW(parameters),
+        "OneBitAdam": zeroone.OneBitAdam(parameters, warmup_steps=1),
+        "ZeroOneAdam": zeroone.ZeroOneAdam(parameters, variance_schedule=Interval(9)),
+    }
+    for optimizer in made.values():
+        for _ in range(3):
+            optimizer.step()
+    said = {}
+    for source, target in (
+        ("torch", "ZeroOneAdam"),
+        ("AdamW", "ZeroOneAdam"),
+        ("ZeroOneAdam", "AdamW"),
+        ("OneBitAdam", "ZeroOneAdam"),
+    ):
+        try:
+            made[target].load_state_dict(made[source].state_dict())
+            said[f"{source} into {target}"] = "loaded without an error"
+        except ValueError:
+            pass
+        except Exception as error:
+            said[f"{source} into {target}"] = f"raised {error!r}"
+    return said
+
+
+def test_states_that_do_not_fit_are_refused() -> None:
+    assert launch.run_ranks(refuses, 2) == [{}, {}]
+
+
+def test_states_of_other_optimizers_are_refused() -> None:
+    assert launch.run_ranks(foreign, 2) == [{}, {}]
+
+
+def takes_turns() -> None:
+    """Loading back in the process that saved, model and optimizer in either order."""
+    for order in ("model first", "optimizer first"):
+        ours = trial.zero_one_adam(
+            lambda t: [Options(lr=1e-3, weight_decay=0.1)],
+            [[(40,), (3, 3)]],
+            rank=dist.get_rank(),
+            world=dist.get_world_size(),
+            variance_schedule=Doubling(2),
+            sync_schedule=Interval(3),
+        ).run(5)
+        assert ours.twin.pending
+        model = torch.nn.ParameterList(ours.parameters[0])
+        saved = copy.deepcopy((model.state_dict(), ours.optimizer.state_dict()))
+        twin = copy.deepcopy(ours.twin)
+        ours.run(4)
+        loads = [
+            lambda: model.load_state_dict(saved[0]),
+            lambda: ours.optimizer.load_state_dict(saved[1]),
+        ]
+        for load in loads if order == "model first" else reversed(loads):
+            load()
+        sent = ours.twin.bytes_sent
+        ours.twin, ours.t = twin, 5
+        ours.twin.bytes_sent = sent  # statistics are not part of the state
+        ours.twin.kinds.clear()
+        ours.run(8)
+        assert {"refresh", "sync", "local"} == set(ours.twin.kinds)
+
+
+def test_loading_in_the_same_process() -> None:
+    launch.run_ranks(takes_turns, 2)
