@@ -300,7 +300,7 @@ class Twin:
         sync = not refresh and moves and self.sync_position.due(t)
 
         flat = [
-            [self._flat(slab, of_rank) for slab, of_rank in zip(self.slabs, groups, strict=True)]
+            [self._flat(*group) for group in zip(self.slabs, groups, options, strict=True)]
             for groups in gradients
         ]
         finite = [all(np.isfinite(g).all() for g in groups) for groups in flat]
@@ -317,7 +317,7 @@ class Twin:
             position.observe(lr)
         for index, (slab, o) in enumerate(zip(self.slabs, options, strict=True)):
             slab.t += 1
-            own = [-groups[index] if o.maximize else groups[index] for groups in flat]
+            own = [groups[index] for groups in flat]
             if refresh:
                 self._refresh(slab, own, o)
             elif o.lr != 0:
@@ -371,11 +371,12 @@ class Twin:
         self.last_sync = self.t
 
     @staticmethod
-    def _flat(slab: Slab, tensors: Sequence[Vector | None]) -> Vector:
+    def _flat(slab: Slab, tensors: Sequence[Vector | None], o: Options) -> Vector:
+        """The gradient to descend along. What is missing counts as 0, never -0."""
         flat = np.zeros_like(slab.a)
         for here, tensor in zip(slab.layout.tensors, tensors, strict=True):
             if tensor is not None:
-                flat[here] = tensor.reshape(-1)
+                flat[here] = -tensor.reshape(-1) if o.maximize else tensor.reshape(-1)
         return flat
 
     def _lr(self, slab: Slab, o: Options) -> float:

@@ -223,9 +223,10 @@ class Trial:
                     v = slab.v[here]
                     at = int(v.argmin() if unborn else v.argmax())
                     candidates.append((-v[at] if unborn else v[at], gradient.reshape(-1), at))
-        moment, gradient, at = max(candidates, key=lambda candidate: candidate[0])
-        assert (moment == 0) == unborn or self.t == 1
-        gradient[at] = bad
+        if candidates:
+            moment, gradient, at = max(candidates, key=lambda candidate: candidate[0])
+            assert not unborn or moment == 0
+            gradient[at] = bad
 
 
 def zero_one_adam(plan: Plan, shapes: Shapes = SHAPES, **arguments: Any) -> Trial:
