@@ -123,6 +123,10 @@ class Engine {
   /// Writes the parameters anew from the state (after the state was loaded).
   void write_parameters(std::span<const Tensor> tensors, std::span<const GroupOptions> options) const;
 
+  /// Makes the vector "accumulated" complete: between calls it may lack the last local step's term. `save` and
+  /// `vector("accumulated", ...)` do this by themselves.
+  void settle();
+
   const Counters& counters() const;
   /// Replaces the scalars; throws InvalidArgument if they are of another layout. The caller has filled the vectors.
   void set_counters(Counters counters);

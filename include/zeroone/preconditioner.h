@@ -22,6 +22,7 @@ struct StepScalars {
   float eps = 0;
   float second_moment_correction = 1;  // 1 / (1 - beta2^k)
   float momentum_weight = 0;           // what m is multiplied by when it enters u
+  float lag = 0;                       // u is what is stored plus lag times m: see Preconditioner::local_step
   float step_size = 1;                 // what u is multiplied by when it enters x
   float decay = 1;                     // product of (1 - lr weight_decay) since the anchor
   float momentum_sum = 1;              // S: m = u_bar / S at a sync
@@ -32,7 +33,8 @@ struct Tile {
   std::int64_t n = 0;
   float* anchor = nullptr;
   float* momentum = nullptr;
-  float* accumulated = nullptr;  // u
+  float* accumulated = nullptr;  // u, without the last local step's term
+  float* momentum_before = nullptr;  // written by a local step
   std::array<float*, 4> vectors{};
   float* parameter = nullptr;  // write-only, fp32
   bool stream = false;         // the parameter outgrows the caches: writing may bypass them
@@ -52,14 +54,22 @@ class Preconditioner {
   /// A step from the exact mean gradient: updates own vectors, momentum and anchor.
   virtual void refresh(const StepScalars& s, const Tile& tile, const float* mean_gradient) const = 0;
 
-  /// A local step: updates momentum and u, and writes the parameter.
-  virtual void local_step(const StepScalars& s, const Tile& tile, const float* gradient) const = 0;
+  /// A local step: updates momentum and u, and writes the parameter. False: the gradient is not finite.
+  ///
+  /// That is known only when the whole gradient has been read, and reading it twice would cost as much as a quarter of
+  /// the step. So the step can be taken back: `momentum_before` receives the old momentum, and what is stored as u
+  /// afterwards is the u of before the step, which does not depend on this gradient. The caller's next `lag` is this
+  /// step's momentum_weight, or 0 after it has taken the step back.
+  virtual bool local_step(const StepScalars& s, const Tile& tile, const float* gradient) const = 0;
 
   /// The u that `local_step` would leave, without writing state.
   virtual void peek(const StepScalars& s, const Tile& tile, const float* gradient, float* out) const = 0;
 
   /// Applies the average of u over the ranks: anchor, momentum; u = 0. Then the parameter is the anchor.
   virtual void commit(const StepScalars& s, const Tile& tile, const float* average) const = 0;
+
+  /// Adds lag m to what is stored as u; the caller's next lag is 0.
+  virtual void settle(const StepScalars& s, const Tile& tile) const = 0;
 
   /// Writes P a - u / D to `out`: the parameter as a function of the state.
   virtual void parameter(const StepScalars& s, const Tile& tile, float* out) const = 0;

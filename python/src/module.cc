@@ -112,6 +112,8 @@ class PythonEngine {
     engine_.write_parameters(tensors_, options_);
   }
 
+  void settle() { engine_.settle(); }
+
   nb::dict counters() const {
     const Counters& c = engine_.counters();
     nb::list slabs;
@@ -280,6 +282,7 @@ NB_MODULE(_core, m) {
       .def("next_step", &PythonEngine::next_step, "options"_a)
       .def("adopt", &PythonEngine::adopt, "tensors"_a, "options"_a, "indices"_a)
       .def("write_parameters", &PythonEngine::write_parameters, "tensors"_a, "options"_a)
+      .def("settle", &PythonEngine::settle)
       .def_prop_ro("stats", &PythonEngine::stats)
       .def_prop_rw("counters", &PythonEngine::counters, &PythonEngine::set_counters);
 

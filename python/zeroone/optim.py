@@ -374,6 +374,7 @@ class _Optimizer(torch.optim.Optimizer):
         restored only from there.
         """
         engine, communicator = self._attached()
+        engine.settle()
         result = super().state_dict()
         rank = communicator.rank
         result["state"] = {

@@ -58,6 +58,7 @@ struct Slab {
   float* anchor = nullptr;
   float* momentum = nullptr;
   float* accumulated = nullptr;
+  float lag = 0;  // u is what is stored plus lag times m: see Preconditioner::local_step
   std::array<float*, 4> own{};  // the preconditioner's
   float* worker_error = nullptr;
   float* server_error = nullptr;  // [chunk]
@@ -66,6 +67,7 @@ struct Slab {
   std::optional<SlabLayout> layout;
   std::vector<std::int64_t> piece_born;
   std::vector<std::int64_t> born;  // per block
+  std::size_t wire_offset = 0;  // of its momentum of before a local step
   bool has_anchor = false;
 };
 
@@ -139,9 +141,10 @@ class Engine::Impl {
   void adopt(std::span<const Tensor> tensors, std::span<const GroupOptions> options,
              std::span<const std::int64_t> indices);
   void write_parameters(std::span<const Tensor> tensors, std::span<const GroupOptions> options) const;
+  void settle();
   void set_counters(Counters counters);
-  float* vector(std::string_view name, std::int64_t group) const;
-  std::vector<std::byte> save() const;
+  float* vector(std::string_view name, std::int64_t group);
+  std::vector<std::byte> save();
   void load(std::span<const std::byte> bytes);
 
   const Counters& counters() const { return counters_; }
@@ -177,7 +180,8 @@ class Engine::Impl {
   }
   /// Sets `next_` to the counters after a step of these options, without those of an exchange; says what is due.
   StepKind plan(std::span<const GroupOptions> options);
-  StepScalars scalars(const SlabCounters& counters, const GroupOptions& options, bool stepping) const;
+  StepScalars scalars(const Slab& slab, const SlabCounters& counters, const GroupOptions& options,
+                      bool stepping) const;
   Tile tile(const Slab& slab, std::int64_t begin, std::int64_t n) const;
 
   // Each does the step that `next_` describes. False: no rank had a finite gradient, and nothing has changed.
@@ -186,7 +190,8 @@ class Engine::Impl {
   bool sync_round(const Round& round);
 
   bool gradient_finite(const Round& round, std::size_t group);
-  bool gradients_finite(const Round& round);
+  /// The local step of one group, by a zero gradient if `zero`. False: the gradient is not finite.
+  bool step_group(const Round& round, std::size_t group, bool zero);
   bool run_round(const Round& round, Exchange& exchange, bool finite);
   bool inspect_headers(const Round& round, const Header& own, std::span<const Header> headers) const;
   void broadcast_anchors(Communicator& communicator);
@@ -325,7 +330,13 @@ void Engine::Impl::attach(Communicator& communicator, std::span<const Tensor> te
     communicator.release(wire_.send);
     communicator.release(wire_.receive);
   }
-  wire_.send = communicator.allocate(ranks * message);
+  // Between rounds it holds the momentum of before a local step: see step_group.
+  std::size_t momentum = 0;
+  for (Slab& slab : slabs_) {
+    slab.wire_offset = momentum;
+    momentum += (static_cast<std::size_t>(slab.numel) * sizeof(float) + 63) / 64 * 64;
+  }
+  wire_.send = communicator.allocate(std::max(ranks * message, momentum));
   wire_.receive = communicator.allocate((ranks + 1) * message);
 
   for (Slab& slab : slabs_) {
@@ -422,7 +433,8 @@ void Engine::Impl::check_call(const Communicator& communicator, std::span<const 
   for (const GroupOptions& o : options) validate(o);
 }
 
-StepScalars Engine::Impl::scalars(const SlabCounters& c, const GroupOptions& o, bool stepping) const {
+StepScalars Engine::Impl::scalars(const Slab& slab, const SlabCounters& c, const GroupOptions& o,
+                                  bool stepping) const {
   const bool weighted = recipe_.accumulate == Accumulate::kSteps;
   // Before the first step there is no correction, and nothing that it could touch.
   const double lr = c.step == 0 ? o.lr : corrected_lr(recipe_, c, o);
@@ -437,6 +449,7 @@ StepScalars Engine::Impl::scalars(const SlabCounters& c, const GroupOptions& o, 
       corrected ? static_cast<float>(1 / (1 - std::pow(o.beta2, static_cast<double>(c.refreshes)))) : 1.0f;
   // A step at lr = 0 leaves u as it is.
   s.momentum_weight = !stepping || o.lr == 0 ? 0.0f : weighted ? static_cast<float>(lr) : 1.0f;
+  s.lag = slab.lag;
   s.step_size = weighted ? 1.0f : static_cast<float>(lr);
   s.decay = static_cast<float>(c.decay);
   s.momentum_sum = static_cast<float>(c.sum);
@@ -505,13 +518,11 @@ StepKind Engine::Impl::step(Communicator& communicator, std::span<const Tensor> 
   if (options.size() == slabs_.size()) kind = plan(options);
   if (kind == StepKind::kLocal || ranks_ == 1) {
     if (!own_error.empty()) throw InvalidArgument(own_error);
-    if (ranks_ == 1 && !gradients_finite(round)) kind = StepKind::kSkipped;
   }
   round.kind = static_cast<std::uint16_t>(kind);
   const bool done = in_step([&] {
     if (kind == StepKind::kLocal) return local_step(round);
-    if (kind == StepKind::kRefresh) return refresh_round(round);
-    return kind == StepKind::kSync && sync_round(round);
+    return kind == StepKind::kRefresh ? refresh_round(round) : sync_round(round);
   });
   if (!done) kind = StepKind::kSkipped;
   finish_step(kind);
@@ -554,42 +565,72 @@ bool Engine::Impl::gradient_finite(const Round& round, std::size_t group) {
   return finite;
 }
 
-bool Engine::Impl::gradients_finite(const Round& round) {
-  bool finite = true;
-  for (std::size_t g = 0; g < slabs_.size() && finite; ++g) finite = gradient_finite(round, g);
-  if (!finite) ++stats_.nonfinite_gradients;
+bool Engine::Impl::step_group(const Round& round, std::size_t group, bool zero) {
+  constexpr std::int64_t kBeyondCaches = std::int64_t{1} << 22;
+  const bool stream = total_numel() >= kBeyondCaches;
+  const GroupOptions& options = round.options[group];
+  Slab& slab = slabs_[group];
+  auto* momentum_before = reinterpret_cast<float*>(wire_.send.data + slab.wire_offset);
+  const StepScalars s = scalars(slab, next_.slabs[group], options, true);
+  std::atomic<bool> finite{true};
+  pool_.parallel_for(
+      static_cast<std::int64_t>(slab.runs.size()), round.threads, [&](std::int64_t begin, std::int64_t end) {
+        alignas(64) float gradient_scratch[kTile];
+        alignas(64) float parameter_scratch[kTile];
+        bool all_finite = true;
+        for (auto i = begin; i < end; ++i) {
+          const Run& run = slab.runs[static_cast<std::size_t>(i)];
+          Tensor tensor = round.tensors[slab.first_tensor + run.tensor];
+          if (zero) tensor.gradient = nullptr;
+          const std::int64_t slab_begin = slab.tensor_begin[run.tensor] + run.begin;
+          Tile t = tile(slab, slab_begin, run.n);
+          t.momentum_before = momentum_before + slab_begin;
+          const bool direct = tensor.dtype == DType::kFloat32;
+          t.parameter = direct ? static_cast<float*>(tensor.data) + run.begin : parameter_scratch;
+          t.stream = direct && stream;
+          const float* gradient = read_gradient(tensor, run.begin, run.n, options.maximize, gradient_scratch);
+          all_finite = recipe_.preconditioner->local_step(s, t, gradient) && all_finite;
+          if (!direct) write_floats(tensor.data, tensor.dtype, run.begin, run.n, t.parameter);
+        }
+        if (!all_finite) finite.store(false, std::memory_order_relaxed);
+      });
+  slab.lag = s.momentum_weight;
   return finite;
 }
 
 bool Engine::Impl::local_step(const Round& round) {
   const Timer timer(stats_.local_seconds);
-  const bool finite = ranks_ == 1 || gradients_finite(round);
-  constexpr std::int64_t kBeyondCaches = std::int64_t{1} << 22;
-  const bool stream = total_numel() >= kBeyondCaches;
+  bool finite = true;
   for (std::size_t g = 0; g < slabs_.size(); ++g) {
-    const GroupOptions& options = round.options[g];
-    if (options.lr == 0) continue;
-    const Slab& slab = slabs_[g];
-    const StepScalars s = scalars(next_.slabs[g], options, true);
-    pool_.parallel_for(
-        static_cast<std::int64_t>(slab.runs.size()), round.threads, [&](std::int64_t begin, std::int64_t end) {
-          alignas(64) float gradient_scratch[kTile];
-          alignas(64) float parameter_scratch[kTile];
-          for (auto i = begin; i < end; ++i) {
-            const Run& run = slab.runs[static_cast<std::size_t>(i)];
-            Tensor tensor = round.tensors[slab.first_tensor + run.tensor];
-            if (!finite) tensor.gradient = nullptr;
-            Tile t = tile(slab, slab.tensor_begin[run.tensor] + run.begin, run.n);
-            const bool direct = tensor.dtype == DType::kFloat32;
-            t.parameter = direct ? static_cast<float*>(tensor.data) + run.begin : parameter_scratch;
-            t.stream = direct && stream;
-            recipe_.preconditioner->local_step(
-                s, t, read_gradient(tensor, run.begin, run.n, options.maximize, gradient_scratch));
-            if (!direct) write_floats(tensor.data, tensor.dtype, run.begin, run.n, t.parameter);
-          }
-        });
+    // At lr = 0 nothing changes, but the rule is one for the whole gradient.
+    finite = (round.options[g].lr == 0 ? gradient_finite(round, g) : step_group(round, g, false)) && finite;
   }
-  return true;
+  if (finite) return true;
+
+  ++stats_.nonfinite_gradients;
+  for (std::size_t g = 0; g < slabs_.size(); ++g) {
+    if (round.options[g].lr == 0) continue;
+    Slab& slab = slabs_[g];
+    std::memcpy(slab.momentum, wire_.send.data + slab.wire_offset,
+                static_cast<std::size_t>(slab.numel) * sizeof(float));
+    slab.lag = 0;
+    if (ranks_ > 1) step_group(round, g, true);
+  }
+  if (ranks_ > 1) return true;
+  write_parameters(round.tensors, round.options);  // as they were
+  return false;
+}
+
+void Engine::Impl::settle() {
+  for (Slab& slab : slabs_) {
+    if (slab.lag == 0) continue;
+    StepScalars s;
+    s.lag = slab.lag;
+    for (std::int64_t begin = 0; begin < slab.numel; begin += kTile) {
+      recipe_.preconditioner->settle(s, tile(slab, begin, std::min(kTile, slab.numel - begin)));
+    }
+    slab.lag = 0;
+  }
 }
 
 bool Engine::Impl::inspect_headers(const Round& round, const Header& own, std::span<const Header> headers) const {
@@ -654,6 +695,11 @@ bool Engine::Impl::refresh_round(const Round& round) {
     }
     if (!run_round(round, *dense_, finite)) return false;
   } else {
+    for (std::size_t g = 0; g < slabs_.size(); ++g) finite = gradient_finite(round, g) && finite;
+    if (!finite) {
+      ++stats_.nonfinite_gradients;
+      return false;
+    }
     ++stats_.rounds;
     adopted_ = 0;
   }
@@ -662,7 +708,7 @@ bool Engine::Impl::refresh_round(const Round& round) {
   for (std::size_t g = 0; g < slabs_.size(); ++g) {
     const Slab& slab = slabs_[g];
     const GroupOptions& options = round.options[g];
-    StepScalars s = scalars(next_.slabs[g], options, true);
+    StepScalars s = scalars(slab, next_.slabs[g], options, true);
     s.step_size = static_cast<float>(corrected_lr(recipe_, next_.slabs[g], options));
     s.decay = static_cast<float>(1 - options.lr * options.weight_decay);
     const SlabLayout& layout = *slab.layout;
@@ -726,7 +772,7 @@ bool Engine::Impl::sync_round(const Round& round) {
             const float* gradient = gradient_of(g, piece, zero, scratch);
             // Also where the preconditioner would not look: the rule is one for the whole gradient.
             if (!kernels().all_finite(piece.n, gradient)) gradient_finite.store(false, std::memory_order_relaxed);
-            candidate(g, scalars(next_.slabs[g], round.options[g], stepping), piece, gradient, out);
+            candidate(g, scalars(slabs_[g], next_.slabs[g], round.options[g], stepping), piece, gradient, out);
             return static_cast<const float*>(out);
           });
       return encoded && gradient_finite;
@@ -746,7 +792,7 @@ bool Engine::Impl::sync_round(const Round& round) {
     const Slab& slab = slabs_[g];
     SlabCounters& counters = next_.slabs[g];
     if (counters.pending == 0) continue;
-    const StepScalars s = scalars(counters, round.options[g], stepping);
+    const StepScalars s = scalars(slab, counters, round.options[g], stepping);
     const SlabLayout& layout = *slab.layout;
     pool_.parallel_for(
         static_cast<std::int64_t>(layout.pieces.size()), round.threads, [&](std::int64_t begin, std::int64_t end) {
@@ -766,6 +812,7 @@ bool Engine::Impl::sync_round(const Round& round) {
             write_floats(tensor.data, tensor.dtype, piece.tensor_begin, piece.n, t.anchor);
           }
         });
+    slabs_[g].lag = 0;
     counters.previous_sum = counters.sum;
     counters.sum = 0;
     counters.decay = 1;
@@ -798,7 +845,7 @@ void Engine::Impl::write_parameters(std::span<const Tensor> tensors, std::span<c
   check_layout(tensors, options);
   for (std::size_t g = 0; g < slabs_.size(); ++g) {
     const Slab& slab = slabs_[g];
-    const StepScalars s = scalars(counters_.slabs[g], options[g], false);
+    const StepScalars s = scalars(slab, counters_.slabs[g], options[g], false);
     for (const Run& run : slab.runs) {
       write_parameter(slab, tensors[slab.first_tensor + run.tensor], s, slab.tensor_begin[run.tensor] + run.begin,
                       run.begin, run.n);
@@ -809,6 +856,7 @@ void Engine::Impl::write_parameters(std::span<const Tensor> tensors, std::span<c
 void Engine::Impl::adopt(std::span<const Tensor> tensors, std::span<const GroupOptions> options,
                          std::span<const std::int64_t> indices) {
   check_layout(tensors, options);
+  settle();
   // Whoever adopts everything says what everything is now: a way out after ranks have adopted different values.
   const bool everything = indices.size() == tensors_;
   if (everything) adopted_ = 0;
@@ -823,7 +871,7 @@ void Engine::Impl::adopt(std::span<const Tensor> tensors, std::span<const GroupO
     const Slab& slab = *after;
     const std::size_t i = static_cast<std::size_t>(index) - slab.first_tensor;
     const Tensor& tensor = tensors[static_cast<std::size_t>(index)];
-    const StepScalars s = scalars(counters_.slabs[g], options[g], false);
+    const StepScalars s = scalars(slab, counters_.slabs[g], options[g], false);
     const std::int64_t slab_begin = slab.tensor_begin[i];
     const std::int64_t numel = slab.tensors[i].numel;
 
@@ -874,6 +922,7 @@ void Engine::Impl::set_counters(Counters counters) {
                           std::to_string(slabs_.size()));
   }
   counters_ = std::move(counters);
+  for (Slab& slab : slabs_) slab.lag = 0;  // saved vectors are settled
   if (attached()) count_born(1);
 }
 
@@ -891,7 +940,8 @@ std::vector<std::pair<std::string_view, std::span<float>>> Engine::Impl::named_v
   return vectors;
 }
 
-float* Engine::Impl::vector(std::string_view name, std::int64_t group) const {
+float* Engine::Impl::vector(std::string_view name, std::int64_t group) {
+  if (name == "accumulated") settle();
   if (group < 0 || static_cast<std::size_t>(group) >= slabs_.size()) return nullptr;
   for (const auto& [vector_name, values] : named_vectors(slabs_[static_cast<std::size_t>(group)])) {
     if (vector_name == name) return values.data();
@@ -899,7 +949,8 @@ float* Engine::Impl::vector(std::string_view name, std::int64_t group) const {
   return nullptr;
 }
 
-std::vector<std::byte> Engine::Impl::save() const {
+std::vector<std::byte> Engine::Impl::save() {
+  settle();
   BlobWriter blob;
   Fingerprint layout = layout_fingerprint();
   layout.emplace_back("rank", std::to_string(rank_) + " of " + std::to_string(ranks_));
@@ -955,6 +1006,7 @@ void Engine::adopt(std::span<const Tensor> tensors, std::span<const GroupOptions
 void Engine::write_parameters(std::span<const Tensor> tensors, std::span<const GroupOptions> options) const {
   impl_->write_parameters(tensors, options);
 }
+void Engine::settle() { impl_->settle(); }
 const Counters& Engine::counters() const { return impl_->counters(); }
 void Engine::set_counters(Counters counters) { impl_->set_counters(std::move(counters)); }
 const Stats& Engine::stats() const { return impl_->stats(); }

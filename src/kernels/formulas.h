@@ -25,9 +25,7 @@ static inline float update(const StepScalars& s, float z, float v) {
   return v > 0 ? (s.step_size * z) / (std::sqrt(v * s.second_moment_correction) + s.eps) : 0.0f;
 }
 
-static inline float accumulate(const StepScalars& s, float u, float m, float v) {
-  return v > 0 ? u + s.momentum_weight * m : 0.0f;
-}
+static inline float accumulate(float weight, float u, float m, float v) { return v > 0 ? u + weight * m : 0.0f; }
 
 static inline float parameter(const StepScalars& s, float a, float z, float v) {
   return s.decay * a - update(s, z, v);

@@ -17,14 +17,15 @@ struct Kernels {
 
   // Adam with v held; a coordinate is born where v > 0.
   void (*adam_refresh)(const StepScalars& s, std::int64_t n, const float* g, float* m, float* v, float* a);
-  void (*adam_local_step)(const StepScalars& s, std::int64_t n, const float* g, float* m, float* u, const float* a,
-                          const float* v, float* x, bool stream);
+  bool (*adam_local_step)(const StepScalars& s, std::int64_t n, const float* g, float* m, float* m_before, float* u,
+                          const float* a, const float* v, float* x, bool stream);
+  void (*adam_settle)(const StepScalars& s, std::int64_t n, const float* m, float* u, const float* v);
   void (*adam_peek)(const StepScalars& s, std::int64_t n, const float* g, const float* m, const float* u,
                     const float* v, float* out);
   void (*adam_commit)(const StepScalars& s, std::int64_t n, const float* average, float* m, float* u, float* a,
                       const float* v);
-  void (*adam_parameter)(const StepScalars& s, std::int64_t n, const float* u, const float* a, const float* v,
-                         float* out);
+  void (*adam_parameter)(const StepScalars& s, std::int64_t n, const float* m, const float* u, const float* a,
+                         const float* v, float* out);
 
   // Sign code. `encode` returns the sum over the piece of |b| (l1) or b^2 (l2), in lanes.
   float (*sign_encode)(std::int64_t n, const float* b, Scale scale, std::uint8_t* bits);

@@ -17,18 +17,29 @@ void adam_refresh(const StepScalars& s, std::int64_t n, const float* g, float* m
   }
 }
 
-void adam_local_step(const StepScalars& s, std::int64_t n, const float* g, float* m, float* u, const float* a,
-                     const float* v, float* x, bool /*stream*/) {
+bool adam_local_step(const StepScalars& s, std::int64_t n, const float* g, float* m, float* m_before, float* u,
+                     const float* a, const float* v, float* x, bool /*stream*/) {
+  bool finite = true;
   for (std::int64_t i = 0; i < n; ++i) {
+    finite = finite && f::finite(g[i]);
+    m_before[i] = m[i];
+    u[i] = f::accumulate(s.lag, u[i], m[i], v[i]);
     m[i] = f::momentum(s, m[i], g[i]);
-    u[i] = f::accumulate(s, u[i], m[i], v[i]);
-    x[i] = f::parameter(s, a[i], u[i], v[i]);
+    x[i] = f::parameter(s, a[i], f::accumulate(s.momentum_weight, u[i], m[i], v[i]), v[i]);
   }
+  return finite;
+}
+
+void adam_settle(const StepScalars& s, std::int64_t n, const float* m, float* u, const float* v) {
+  for (std::int64_t i = 0; i < n; ++i) u[i] = f::accumulate(s.lag, u[i], m[i], v[i]);
 }
 
 void adam_peek(const StepScalars& s, std::int64_t n, const float* g, const float* m, const float* u, const float* v,
                float* out) {
-  for (std::int64_t i = 0; i < n; ++i) out[i] = f::accumulate(s, u[i], f::momentum(s, m[i], g[i]), v[i]);
+  for (std::int64_t i = 0; i < n; ++i) {
+    const float before = f::accumulate(s.lag, u[i], m[i], v[i]);
+    out[i] = f::accumulate(s.momentum_weight, before, f::momentum(s, m[i], g[i]), v[i]);
+  }
 }
 
 void adam_commit(const StepScalars& s, std::int64_t n, const float* average, float* m, float* u, float* a,
@@ -40,9 +51,11 @@ void adam_commit(const StepScalars& s, std::int64_t n, const float* average, flo
   }
 }
 
-void adam_parameter(const StepScalars& s, std::int64_t n, const float* u, const float* a, const float* v,
-                    float* out) {
-  for (std::int64_t i = 0; i < n; ++i) out[i] = f::parameter(s, a[i], u[i], v[i]);
+void adam_parameter(const StepScalars& s, std::int64_t n, const float* m, const float* u, const float* a,
+                    const float* v, float* out) {
+  for (std::int64_t i = 0; i < n; ++i) {
+    out[i] = f::parameter(s, a[i], f::accumulate(s.lag, u[i], m[i], v[i]), v[i]);
+  }
 }
 
 float sign_encode(std::int64_t n, const float* b, Scale scale, std::uint8_t* bits) {
@@ -117,7 +130,7 @@ void float_to_float16(std::int64_t n, const float* x, std::uint16_t* out) {
 
 const Kernels kScalarKernels = {
     "scalar",       1,
-    adam_refresh,   adam_local_step,   adam_peek,        adam_commit,
+    adam_refresh,   adam_local_step,   adam_settle,      adam_peek,        adam_commit,
     adam_parameter, sign_encode,       sign_decode,      sign_accumulate,
     add,            subtract,          divide,           add_residual,
     all_finite,     count_positive,    bfloat16_to_float, float_to_bfloat16,

@@ -36,6 +36,7 @@ struct Formulas {
         eps(set(s.eps)),
         correction(set(s.second_moment_correction)),
         weight(set(s.momentum_weight)),
+        lag(set(s.lag)),
         step_size(set(s.step_size)),
         decay(set(s.decay)),
         momentum_sum(set(s.momentum_sum)) {}
@@ -48,14 +49,14 @@ struct Formulas {
     const V denominator = hn::Add(hn::Sqrt(hn::Mul(v, correction)), eps);
     return hn::IfThenElseZero(born(v), hn::Div(hn::Mul(step_size, z), denominator));
   }
-  HWY_INLINE V accumulate(V u, V m, V v) const {
+  static HWY_INLINE V accumulate(V weight, V u, V m, V v) {
     return hn::IfThenElseZero(born(v), hn::Add(u, hn::Mul(weight, m)));
   }
   HWY_INLINE V parameter(V a, V z, V v) const { return hn::Sub(hn::Mul(decay, a), update(z, v)); }
 
   static HWY_INLINE hn::Mask<D> born(V v) { return hn::Gt(v, hn::Zero(d)); }
 
-  V beta1, one_minus_beta1, beta2, one_minus_beta2, eps, correction, weight, step_size, decay, momentum_sum;
+  V beta1, one_minus_beta1, beta2, one_minus_beta2, eps, correction, weight, lag, step_size, decay, momentum_sum;
 };
 
 void adam_refresh(const StepScalars& s, std::int64_t n, const float* HWY_RESTRICT g, float* HWY_RESTRICT m,
@@ -78,36 +79,67 @@ void adam_refresh(const StepScalars& s, std::int64_t n, const float* HWY_RESTRIC
 }
 
 template <bool kStream>
-void local_step(const StepScalars& s, std::int64_t n, const float* HWY_RESTRICT g, float* HWY_RESTRICT m,
-                float* HWY_RESTRICT u, const float* HWY_RESTRICT a, const float* HWY_RESTRICT v,
-                float* HWY_RESTRICT x) {
-  const Formulas formulas(s);
-  std::int64_t i = 0;
-  for (; i + kN <= n; i += kN) {
-    const V vi = load(v + i);
-    const V mi = formulas.momentum(load(m + i), load(g + i));
-    const V ui = formulas.accumulate(load(u + i), mi, vi);
-    store(mi, m + i);
-    store(ui, u + i);
-    const V xi = formulas.parameter(load(a + i), ui, vi);
-    if constexpr (kStream) {
-      hn::Stream(xi, d, x + i);
-    } else {
-      store(xi, x + i);
-    }
+HWY_INLINE void write(V x, float* p) {
+  if constexpr (kStream) {
+    hn::Stream(x, d, p);
+  } else {
+    store(x, p);
   }
-  for (; i < n; ++i) {
-    m[i] = f::momentum(s, m[i], g[i]);
-    u[i] = f::accumulate(s, u[i], m[i], v[i]);
-    x[i] = f::parameter(s, a[i], u[i], v[i]);
-  }
-  if constexpr (kStream) hwy::FlushStream();
 }
 
-void adam_local_step(const StepScalars& s, std::int64_t n, const float* g, float* m, float* u, const float* a,
-                     const float* v, float* x, bool stream) {
-  const bool aligned = reinterpret_cast<std::uintptr_t>(x) % (kN * sizeof(float)) == 0;
-  (stream && aligned ? local_step<true> : local_step<false>)(s, n, g, m, u, a, v, x);
+// Whether no lane is infinite or NaN.
+HWY_INLINE bool finite_lanes(V x) {
+  float lane[f::kLanes];
+  store(x, lane);
+  bool finite = true;
+  for (std::int64_t j = 0; j < kN; ++j) finite = finite && f::finite(lane[j]);
+  return finite;
+}
+
+template <bool kStream>
+bool local_step(const StepScalars& s, std::int64_t n, const float* HWY_RESTRICT g, float* HWY_RESTRICT m,
+                float* HWY_RESTRICT m_before, float* HWY_RESTRICT u, const float* HWY_RESTRICT a,
+                const float* HWY_RESTRICT v, float* HWY_RESTRICT x) {
+  const Formulas formulas(s);
+  V zero_if_finite = hn::Zero(d);  // 0 * g is NaN where g is not finite, and a sum with a NaN is NaN
+  std::int64_t i = 0;
+  for (; i + kN <= n; i += kN) {
+    const V gi = load(g + i);
+    const V vi = load(v + i);
+    const V before = load(m + i);
+    const V ui = Formulas::accumulate(formulas.lag, load(u + i), before, vi);
+    const V mi = formulas.momentum(before, gi);
+    zero_if_finite = hn::Add(zero_if_finite, hn::Mul(hn::Zero(d), gi));
+    store(mi, m + i);
+    store(ui, u + i);
+    write<kStream>(before, m_before + i);
+    write<kStream>(formulas.parameter(load(a + i), Formulas::accumulate(formulas.weight, ui, mi, vi), vi), x + i);
+  }
+  if constexpr (kStream) hwy::FlushStream();
+  bool finite = finite_lanes(zero_if_finite);
+  for (; i < n; ++i) {
+    finite = finite && f::finite(g[i]);
+    m_before[i] = m[i];
+    u[i] = f::accumulate(s.lag, u[i], m[i], v[i]);
+    m[i] = f::momentum(s, m[i], g[i]);
+    x[i] = f::parameter(s, a[i], f::accumulate(s.momentum_weight, u[i], m[i], v[i]), v[i]);
+  }
+  return finite;
+}
+
+bool adam_local_step(const StepScalars& s, std::int64_t n, const float* g, float* m, float* m_before, float* u,
+                     const float* a, const float* v, float* x, bool stream) {
+  const std::uintptr_t addresses = reinterpret_cast<std::uintptr_t>(x) | reinterpret_cast<std::uintptr_t>(m_before);
+  const bool aligned = addresses % (kN * sizeof(float)) == 0;
+  return (stream && aligned ? local_step<true> : local_step<false>)(s, n, g, m, m_before, u, a, v, x);
+}
+
+void adam_settle(const StepScalars& s, std::int64_t n, const float* HWY_RESTRICT m, float* HWY_RESTRICT u,
+                 const float* HWY_RESTRICT v) {
+  const V lag = set(s.lag);
+  std::int64_t i = 0;
+  for (; i + kN <= n; i += kN) store(Formulas::accumulate(lag, load(u + i), load(m + i), load(v + i)), u + i);
+  for (; i < n; ++i) u[i] = f::accumulate(s.lag, u[i], m[i], v[i]);
 }
 
 void adam_peek(const StepScalars& s, std::int64_t n, const float* HWY_RESTRICT g, const float* HWY_RESTRICT m,
@@ -115,9 +147,15 @@ void adam_peek(const StepScalars& s, std::int64_t n, const float* HWY_RESTRICT g
   const Formulas formulas(s);
   std::int64_t i = 0;
   for (; i + kN <= n; i += kN) {
-    store(formulas.accumulate(load(u + i), formulas.momentum(load(m + i), load(g + i)), load(v + i)), out + i);
+    const V mi = load(m + i);
+    const V vi = load(v + i);
+    const V before = Formulas::accumulate(formulas.lag, load(u + i), mi, vi);
+    store(Formulas::accumulate(formulas.weight, before, formulas.momentum(mi, load(g + i)), vi), out + i);
   }
-  for (; i < n; ++i) out[i] = f::accumulate(s, u[i], f::momentum(s, m[i], g[i]), v[i]);
+  for (; i < n; ++i) {
+    const float before = f::accumulate(s.lag, u[i], m[i], v[i]);
+    out[i] = f::accumulate(s.momentum_weight, before, f::momentum(s, m[i], g[i]), v[i]);
+  }
 }
 
 void adam_commit(const StepScalars& s, std::int64_t n, const float* HWY_RESTRICT average, float* HWY_RESTRICT m,
@@ -137,12 +175,16 @@ void adam_commit(const StepScalars& s, std::int64_t n, const float* HWY_RESTRICT
   }
 }
 
-void adam_parameter(const StepScalars& s, std::int64_t n, const float* HWY_RESTRICT u, const float* HWY_RESTRICT a,
-                    const float* HWY_RESTRICT v, float* HWY_RESTRICT out) {
+void adam_parameter(const StepScalars& s, std::int64_t n, const float* HWY_RESTRICT m, const float* HWY_RESTRICT u,
+                    const float* HWY_RESTRICT a, const float* HWY_RESTRICT v, float* HWY_RESTRICT out) {
   const Formulas formulas(s);
   std::int64_t i = 0;
-  for (; i + kN <= n; i += kN) store(formulas.parameter(load(a + i), load(u + i), load(v + i)), out + i);
-  for (; i < n; ++i) out[i] = f::parameter(s, a[i], u[i], v[i]);
+  for (; i + kN <= n; i += kN) {
+    const V vi = load(v + i);
+    const V ui = Formulas::accumulate(formulas.lag, load(u + i), load(m + i), vi);
+    store(formulas.parameter(load(a + i), ui, vi), out + i);
+  }
+  for (; i < n; ++i) out[i] = f::parameter(s, a[i], f::accumulate(s.lag, u[i], m[i], v[i]), v[i]);
 }
 
 // Bit i of the result: whether b[i] < 0, for the kN elements of one vector.
@@ -259,17 +301,15 @@ void add_residual(std::int64_t n, const float* z, float rho, const float* HWY_RE
 }
 
 bool all_finite(std::int64_t n, const float* x) {
-  // 0 * x is 0 where x is finite and NaN elsewhere, and a sum with a NaN is NaN.
-  V sum[4] = {hn::Zero(d), hn::Zero(d), hn::Zero(d), hn::Zero(d)};
-  const V zero = hn::Zero(d);
+  V zero_if_finite[4] = {hn::Zero(d), hn::Zero(d), hn::Zero(d), hn::Zero(d)};  // as in local_step
   std::int64_t i = 0;
   for (; i + 4 * kN <= n; i += 4 * kN) {
-    for (std::int64_t j = 0; j < 4; ++j) sum[j] = hn::Add(sum[j], hn::Mul(zero, load(x + i + j * kN)));
+    for (std::int64_t j = 0; j < 4; ++j) {
+      zero_if_finite[j] = hn::Add(zero_if_finite[j], hn::Mul(hn::Zero(d), load(x + i + j * kN)));
+    }
   }
-  float lane[f::kLanes];
-  store(hn::Add(hn::Add(sum[0], sum[1]), hn::Add(sum[2], sum[3])), lane);
-  bool finite = true;
-  for (std::int64_t j = 0; j < kN; ++j) finite = finite && f::finite(lane[j]);
+  bool finite = finite_lanes(
+      hn::Add(hn::Add(zero_if_finite[0], zero_if_finite[1]), hn::Add(zero_if_finite[2], zero_if_finite[3])));
   for (; i < n; ++i) finite = finite && f::finite(x[i]);
   return finite;
 }
@@ -339,6 +379,7 @@ constexpr Kernels kTable = {
     static_cast<int>(kN),
     adam_refresh,
     adam_local_step,
+    adam_settle,
     adam_peek,
     adam_commit,
     adam_parameter,

@@ -20,8 +20,13 @@ class Adam final : public Preconditioner {
     kernels().adam_refresh(s, t.n, mean_gradient, t.momentum, v(t), t.anchor);
   }
 
-  void local_step(const StepScalars& s, const Tile& t, const float* gradient) const override {
-    kernels().adam_local_step(s, t.n, gradient, t.momentum, t.accumulated, t.anchor, v(t), t.parameter, t.stream);
+  bool local_step(const StepScalars& s, const Tile& t, const float* gradient) const override {
+    return kernels().adam_local_step(s, t.n, gradient, t.momentum, t.momentum_before, t.accumulated, t.anchor, v(t),
+                                     t.parameter, t.stream);
+  }
+
+  void settle(const StepScalars& s, const Tile& t) const override {
+    kernels().adam_settle(s, t.n, t.momentum, t.accumulated, v(t));
   }
 
   void peek(const StepScalars& s, const Tile& t, const float* gradient, float* out) const override {
@@ -33,7 +38,7 @@ class Adam final : public Preconditioner {
   }
 
   void parameter(const StepScalars& s, const Tile& t, float* out) const override {
-    kernels().adam_parameter(s, t.n, t.accumulated, t.anchor, v(t), out);
+    kernels().adam_parameter(s, t.n, t.momentum, t.accumulated, t.anchor, v(t), out);
   }
 
  private:

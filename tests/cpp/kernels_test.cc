@@ -67,6 +67,7 @@ class KernelsTest : public testing::TestWithParam<const Kernels*> {
     s.eps = 1e-8f;
     s.second_moment_correction = 1.37f;
     s.momentum_weight = 3e-4f;
+    s.lag = 2e-4f;
     s.step_size = 0.7f;
     s.decay = 0.993f;
     s.momentum_sum = 0.0123f;
@@ -111,10 +112,12 @@ TEST_P(KernelsTest, AdamLocalStep) {
   for (const bool stream : {false, true}) {
     expect_same_bytes([&](const Kernels& k, std::int64_t o, std::int64_t n) {
       const auto g = values(n + o, 1), a = values(n + o, 2), v = second_moments(n + o, 3);
-      auto m = values(n + o + 16, 4), u = values(n + o + 16, 5), x = values(n + o + 16, 6);
-      k.adam_local_step(scalars(), n, g.data() + o, m.data() + o, u.data() + o, a.data() + o, v.data() + o,
-                        x.data() + o, stream);
-      return joined({m, u, x});
+      auto m = values(n + o + 16, 4), u = values(n + o + 16, 5), x = values(n + o + 16, 6), before = x;
+      EXPECT_TRUE(k.adam_local_step(scalars(), n, g.data() + o, m.data() + o, before.data() + o, u.data() + o,
+                                    a.data() + o, v.data() + o, x.data() + o, stream));
+      const auto old = values(n + o + 16, 4);
+      EXPECT_EQ(0, std::memcmp(before.data() + o, old.data() + o, static_cast<std::size_t>(n) * sizeof(float)));
+      return joined({m, before, u, x});
     });
   }
 }
@@ -125,9 +128,12 @@ TEST_P(KernelsTest, AdamPeekIsTheLocalStepsAccumulation) {
     const auto u = values(n + o, 5);
     auto out = values(n + o + 16, 6);
     k.adam_peek(scalars(), n, g.data() + o, m.data() + o, u.data() + o, v.data() + o, out.data() + o);
-    auto m2 = m, u2 = u, x = m;
-    k.adam_local_step(scalars(), n, g.data() + o, m2.data() + o, u2.data() + o, m.data() + o, v.data() + o,
+    auto m2 = m, u2 = u, x = m, before = m;
+    StepScalars s = scalars();
+    k.adam_local_step(s, n, g.data() + o, m2.data() + o, before.data() + o, u2.data() + o, m.data() + o, v.data() + o,
                       x.data() + o, false);
+    s.lag = s.momentum_weight;
+    k.adam_settle(s, n, m2.data() + o, u2.data() + o, v.data() + o);
     EXPECT_EQ(0, std::memcmp(out.data() + o, u2.data() + o, static_cast<std::size_t>(n) * sizeof(float)));
     return out;
   });
@@ -138,7 +144,7 @@ TEST_P(KernelsTest, AdamCommitAndParameter) {
     const auto average = values(n + o, 1), v = second_moments(n + o, 3);
     auto m = values(n + o + 16, 4), u = values(n + o + 16, 5), a = values(n + o + 16, 6);
     auto x = values(n + o + 16, 7);
-    k.adam_parameter(scalars(), n, u.data() + o, a.data() + o, v.data() + o, x.data() + o);
+    k.adam_parameter(scalars(), n, m.data() + o, u.data() + o, a.data() + o, v.data() + o, x.data() + o);
     k.adam_commit(scalars(), n, average.data() + o, m.data() + o, u.data() + o, a.data() + o, v.data() + o);
     return joined({m, u, a, x});
   });
@@ -189,6 +195,21 @@ TEST_P(KernelsTest, Vectors) {
                    {static_cast<float>(k.count_positive(n, support.data() + o)),
                     static_cast<float>(k.all_finite(n, x.data() + o))}});
   });
+}
+
+TEST_P(KernelsTest, ALocalStepSeesEveryBadPosition) {
+  for (const std::int64_t n : {1, 7, 16, 33, 100}) {
+    const auto size = static_cast<std::size_t>(n);
+    std::vector<float> g(size, 1.0f), m(size), before(size), u(size), a(size), v(size), x(size);
+    for (const float bad : {INFINITY, NAN}) {
+      for (std::size_t i = 0; i < size; ++i) {
+        g[i] = bad;
+        ASSERT_FALSE(GetParam()->adam_local_step(scalars(), n, g.data(), m.data(), before.data(), u.data(), a.data(),
+                                                 v.data(), x.data(), false));
+        g[i] = 1.0f;
+      }
+    }
+  }
 }
 
 TEST_P(KernelsTest, AllFiniteSeesEveryPosition) {

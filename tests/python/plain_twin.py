@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -135,7 +136,7 @@ class Block:
         """Cut at the multiples of PIECE counted from the start of the chunk."""
         first = self.chunk + (self.begin - self.chunk) // PIECE * PIECE + PIECE
         cuts = [self.begin, *range(first, self.end, PIECE), self.end]
-        return [slice(*pair) for pair in zip(cuts, cuts[1:], strict=False)]
+        return [slice(*pair) for pair in pairwise(cuts)]
 
 
 class Layout:
@@ -146,7 +147,7 @@ class Layout:
         self.n = sum(sizes)
         self.chunk = 8 * -(-self.n // (8 * world))  # L
         ends = np.cumsum([0, *sizes]).tolist()
-        self.tensors = [slice(*pair) for pair in zip(ends, ends[1:], strict=False)]
+        self.tensors = [slice(*pair) for pair in pairwise(ends)]
         self.chunks: list[slice] = []
         self.blocks: list[Block] = []
         self.most_blocks = 0

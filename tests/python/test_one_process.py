@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import trial
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from plain_twin import Options
 from trial import bits, constant
@@ -45,7 +45,14 @@ def plans(draw: Callable[..., Any], groups: int) -> list[list[Options]]:
     return [[Options(lr=draw(LR), **settings) for settings in fixed] for _ in range(steps)]
 
 
-@settings(derandomize=True, max_examples=60, deadline=None, database=None)
+@settings(
+    derandomize=True,
+    max_examples=60,
+    deadline=None,
+    database=None,
+    phases=[Phase.generate, Phase.shrink],
+    report_multiple_bugs=False,
+)
 @given(data=st.data(), sizes=shapes, variance=schedules, sync=schedules)
 def test_any_problem_is_as_in_the_twin(
     data: st.DataObject, sizes: list[list[int]], variance: Schedule, sync: Schedule

@@ -47,11 +47,12 @@ class Trial:
         *,
         rank: int = 0,
         world: int = 1,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | tuple[torch.dtype, ...] = torch.float32,
         seed: int = 0,
         **arguments: Any,
     ) -> None:
-        self.plan, self.rank, self.world, self.dtype, self.seed = plan, rank, world, dtype, seed
+        self.plan, self.rank, self.world, self.seed = plan, rank, world, seed
+        self.dtypes = dtype if isinstance(dtype, tuple) else (dtype,)  # of the groups, in turn
         self.parameters: list[list[torch.nn.Parameter]] = []
         self._scales: list[list[Vector]] = []
         self.twin = Twin(recipe, [], world)
@@ -90,12 +91,11 @@ class Trial:
             self._spoil(gradients[rank], (np.nan, np.inf, -np.inf)[rank % 3], unborn)
         for group, of_group in zip(self.optimizer.param_groups, options, strict=True):
             group.update(vars(of_group))
-        own = [gradient for group in gradients[self.rank] for gradient in group]
-        flat = [parameter for group in self.parameters for parameter in group]
-        for parameter, gradient in zip(flat, own, strict=True):
+        for g, i, parameter in self.tensors():
+            gradient = gradients[self.rank][g][i]
             parameter.grad = None
             if gradient is not None:
-                parameter.grad = torch.from_numpy(gradient).to(self.dtype)
+                parameter.grad = torch.from_numpy(gradient).to(self.dtype(g))
         self.optimizer.step()
         kind = self.twin.step(gradients, options)
         if kind != "local":
@@ -124,9 +124,12 @@ class Trial:
             for i, parameter in enumerate(group):
                 yield g, i, parameter
 
+    def dtype(self, g: int) -> torch.dtype:
+        return self.dtypes[g % len(self.dtypes)]
+
     def written(self, g: int, i: int) -> torch.Tensor:
         """What the library must have written to a parameter."""
-        return torch.from_numpy(self.twin.tensor(self.rank, g, i).copy()).to(self.dtype)
+        return torch.from_numpy(self.twin.tensor(self.rank, g, i).copy()).to(self.dtype(g))
 
     def compare(self) -> None:
         """Every byte of this rank's parameters and state, and every scalar."""
@@ -137,7 +140,7 @@ class Trial:
             slab = self.twin.slabs[g]
             here = slab.layout.tensors[i]
             where = f"{t}: tensor {i} of group {g}"
-            assert parameter.dtype == self.dtype
+            assert parameter.dtype == self.dtype(g)
             assert bits(parameter.flatten()) == bits(self.written(g, i)), where
             expected = {
                 "exp_avg": slab.m[self.rank],
@@ -182,18 +185,20 @@ class Trial:
 
     def _initial(self, group: Sequence[tuple[int, ...]], rank: int) -> list[Vector]:
         """Every rank starts elsewhere; the first one's values must win."""
-        noise = self._noise(1, rank, len(self.parameters))
-        return [self._rounded(noise.standard_normal(shape, np.float32)) for shape in group]
+        g = len(self.parameters)
+        noise = self._noise(1, rank, g)
+        return [self._rounded(g, noise.standard_normal(shape, np.float32)) for shape in group]
 
-    def _rounded(self, values: Any) -> Vector:
+    def _rounded(self, g: int, values: Any) -> Vector:
         tensor = torch.as_tensor(np.asarray(values, np.float32))
-        return tensor.to(self.dtype).float().numpy()
+        return tensor.to(self.dtype(g)).float().numpy()
 
     def _add(self, group: Sequence[tuple[int, ...]]) -> None:
         self.twin.add_group(self._initial(group, rank=0))
         values = self._initial(group, self.rank)
+        dtype = self.dtype(len(self.parameters))
         self.parameters.append(
-            [torch.nn.Parameter(torch.from_numpy(value).to(self.dtype)) for value in values]
+            [torch.nn.Parameter(torch.from_numpy(value).to(dtype)) for value in values]
         )
         noise = self._noise(2, len(self._scales))
         self._scales.append(
@@ -212,7 +217,7 @@ class Trial:
                 late = (scale > 0.32) & (self.t < 4) | (scale < 2e-4) & (self.t < 8)
                 value = np.where(late, np.float32(0), value)
                 missing = (self.t + rank + i + g) % 7 == 0 and x.size > 0
-                gradients[-1].append(None if missing else self._rounded(value))
+                gradients[-1].append(None if missing else self._rounded(g, value))
         return gradients
 
     def _spoil(self, gradients: list[list[Vector | None]], bad: float, unborn: bool) -> None:
@@ -232,9 +237,7 @@ class Trial:
 def zero_one_adam(plan: Plan, shapes: Shapes = SHAPES, **arguments: Any) -> Trial:
     of_recipe = ("variance_schedule", "sync_schedule", "scale", "bias_correction")
     recipe = {name: arguments[name] for name in of_recipe if name in arguments}
-    return Trial(
-        zeroone.ZeroOneAdam, plain_twin.zero_one_adam(**recipe), plan, shapes, **arguments
-    )
+    return Trial(zeroone.ZeroOneAdam, plain_twin.zero_one_adam(**recipe), plan, shapes, **arguments)
 
 
 def one_bit_adam(plan: Plan, shapes: Shapes = SHAPES, **arguments: Any) -> Trial:
