@@ -515,8 +515,8 @@ class ZeroOneAdam(_Optimizer):
         broadcast_parameters: start from rank 0's parameters on all ranks (default True).
 
     Construction is a collective, as is every :meth:`step` that refreshes or syncs. Not
-    thread-safe. State: 20 bytes per parameter and 8 per parameter of this rank's chunk; with more
-    than one rank 8 bytes per parameter of wire memory.
+    thread-safe. Memory: 20 bytes per parameter of state and 8 per parameter of this rank's chunk;
+    8 bytes per parameter for the wire, 4 on one rank.
 
     Raises:
         ValueError: an invalid argument on this rank, before anything is sent or changed.

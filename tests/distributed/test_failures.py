@@ -42,7 +42,6 @@ def in_a_round(operation: str, how: str, done: int, call: str) -> tuple[float, s
     """Seconds until the error, and its text."""
     rank = dist.get_rank()
     ours = trial.zero_one_adam(constant(groups=2), rank=rank, world=RANKS, **SCHEDULES).run(done)
-    before = everything(ours.optimizer)
     for *_, parameter in ours.tensors():
         parameter.grad = torch.ones_like(parameter)
     if rank == DOOMED:
@@ -51,7 +50,8 @@ def in_a_round(operation: str, how: str, done: int, call: str) -> tuple[float, s
     with pytest.raises(zeroone.CommunicationError) as caught:
         getattr(ours.optimizer, call)()
     seconds = time.monotonic() - begin
-    assert everything(ours.optimizer) == before
+    ours.twin.bytes_sent = ours.optimizer.stats.bytes_sent  # some of them in vain
+    ours.compare()  # with the state from before the step
     return seconds, str(caught.value)
 
 
