@@ -255,6 +255,7 @@ def test_state_is_a_live_view(world: int, rank: int) -> None:
     views = dict(state)
     ours.run(5)
     assert ours.twin.kinds[1:] == ["refresh", "local", "local", "sync", "local"]
+    ours.optimizer.state_dict()  # completes "accumulated"
     assert {name: value.data_ptr() for name, value in state.items()} == addresses
     for name, view in views.items():
         assert view is state[name]

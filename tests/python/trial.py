@@ -74,7 +74,7 @@ class Trial:
         self.plan = plan
         options = plan(self.t)[-1]
         self.optimizer.add_param_group({"params": self.parameters[-1], **vars(options)})
-        self.compare()
+        self.compare(whole=False)
 
     def run(self, steps: int, **extra: Any) -> Trial:
         for _ in range(steps):
