@@ -65,8 +65,7 @@ struct Round {
     slab.server_error = server_error.data();
     slab.born = born;
     exchange.emplace(*code, std::vector<ExchangeSlab>{slab}, 0, 1);
-    wire.send = communicator.allocate(exchange->message_bytes());
-    wire.receive = communicator.allocate(2 * exchange->message_bytes());
+    wire = Exchange::allocate(communicator, exchange->body_bytes());
   }
 
   void value(const Piece& piece, float* out) const {

@@ -45,9 +45,7 @@ class OneBitAllReduce::Impl {
     slab.server_error = server_error_;
     slab.born = born_;
     exchange_.emplace(*code_, std::vector<ExchangeSlab>{slab}, rank_, communicator.size());
-    const auto ranks = static_cast<std::size_t>(communicator.size());
-    wire_.send = communicator.allocate(ranks * exchange_->message_bytes());
-    wire_.receive = communicator.allocate((ranks + 1) * exchange_->message_bytes());
+    wire_ = Exchange::allocate(communicator, exchange_->body_bytes());
   }
 
   void reduce(Communicator& communicator, float* values, int threads) {

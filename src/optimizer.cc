@@ -1,7 +1,5 @@
 #include "zeroone/optimizer.h"
 
-#include <numeric>
-
 #include "zeroone/error.h"
 
 namespace zeroone {
@@ -46,9 +44,7 @@ StepKind Optimizer::step() { return engine_.step(communicator_, tensors_, option
 void Optimizer::sync() { engine_.sync(communicator_, tensors_, options_, threads_); }
 
 void Optimizer::adopt_parameters() {
-  std::vector<std::int64_t> all(tensors_.size());
-  std::iota(all.begin(), all.end(), 0);
-  engine_.adopt(tensors_, options_, all);
+  engine_.adopt_all(tensors_, options_);
 }
 
 }  // namespace zeroone

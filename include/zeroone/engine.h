@@ -116,9 +116,13 @@ class Engine {
 
   /// The caller has written new values to the parameters `indices`: the anchor takes them, and pending local steps
   /// of these parameters are dropped. Where the values are those the engine wrote, nothing changes. The next round
-  /// verifies that all ranks adopted the same; adopting all tensors takes back what was adopted before.
+  /// verifies that all ranks adopted the same.
   void adopt(std::span<const Tensor> tensors, std::span<const GroupOptions> options,
              std::span<const std::int64_t> indices);
+
+  /// Adopts all parameters, and has the next round verify that all of them are equal on all ranks. Takes back what was
+  /// adopted before: the way out after ranks adopted different values.
+  void adopt_all(std::span<const Tensor> tensors, std::span<const GroupOptions> options);
 
   /// Writes the parameters anew from the state (after the state was loaded).
   void write_parameters(std::span<const Tensor> tensors, std::span<const GroupOptions> options) const;

@@ -107,6 +107,10 @@ class PythonEngine {
     read(tensors, options);
     engine_.adopt(tensors_, options_, indices);
   }
+  void adopt_all(nb::handle tensors, nb::handle options) {
+    read(tensors, options);
+    engine_.adopt_all(tensors_, options_);
+  }
   void write_parameters(nb::handle tensors, nb::handle options) {
     read(tensors, options);
     engine_.write_parameters(tensors_, options_);
@@ -281,6 +285,7 @@ NB_MODULE(_core, m) {
       .def("sync", &PythonEngine::sync, "communicator"_a, "tensors"_a, "options"_a, "threads"_a)
       .def("next_step", &PythonEngine::next_step, "options"_a)
       .def("adopt", &PythonEngine::adopt, "tensors"_a, "options"_a, "indices"_a)
+      .def("adopt_all", &PythonEngine::adopt_all, "tensors"_a, "options"_a)
       .def("write_parameters", &PythonEngine::write_parameters, "tensors"_a, "options"_a)
       .def("settle", &PythonEngine::settle)
       .def_prop_ro("stats", &PythonEngine::stats)

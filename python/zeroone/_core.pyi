@@ -96,6 +96,9 @@ class Engine:
         options: Sequence[_OptionsTuple],
         indices: Sequence[int],
     ) -> None: ...
+    def adopt_all(
+        self, tensors: Sequence[_TensorTuple], options: Sequence[_OptionsTuple]
+    ) -> None: ...
     def write_parameters(
         self, tensors: Sequence[_TensorTuple], options: Sequence[_OptionsTuple]
     ) -> None: ...

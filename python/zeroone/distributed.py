@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -114,9 +115,16 @@ def make_communicator(process_group: dist.ProcessGroup | None = None) -> _core.C
         use_local_synchronization=True,
         group_desc="zeroone",
     )
-    return _core.PythonCommunicator(
-        private.rank(), private.size(), _ProcessGroupOperations(private)
-    )
+    operations = _ProcessGroupOperations(private)
+    weakref.finalize(operations, _destroy, private).atexit = False  # its threads and sockets
+    return _core.PythonCommunicator(private.rank(), private.size(), operations)
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    """Frees a private group, unless the program has destroyed all groups before."""
+    with contextlib.suppress(Exception):  # nobody is left who could handle it
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
 
 
 class OneBitAllReduce:
@@ -218,7 +226,8 @@ def local_gradients(module: DistributedDataParallel) -> DistributedDataParallel:
     nothing is sent.
     """
 
-    def keep(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    # No annotations: DistributedDataParallel refuses strings, which all are in this file.
+    def keep(_, bucket):  # type: ignore[no-untyped-def]
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future

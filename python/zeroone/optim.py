@@ -129,25 +129,35 @@ class _Optimizer(torch.optim.Optimizer):
     # --- construction -------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group. After construction a collective: the new parameters are checked
-        among the ranks, and broadcast."""
-        if self._engine is not None and self._communicator is not None:
-            self._adopt()
-        super().add_param_group(param_group)
-        index = len(self.param_groups) - 1
+        """Adds a parameter group. After construction a collective: the ranks agree on the new
+        group before any of them has it, and its parameters are broadcast."""
+        index = len(self.param_groups)
+        failure: Exception | None = None
+        layout: list[tuple[str, int]] = []
         try:
+            super().add_param_group(param_group)
             group = self.param_groups[index]
             for name, parameter in self._named(group, index):
                 _check_parameter(name, parameter)
             _check_options(group)
-        except Exception as failure:
-            self.param_groups.pop()
-            if self._engine is not None and self._communicator is not None:
-                tell_others(self._communicator, failure)
-            raise
+            layout = self._layout(group, index)
+        except Exception as error:
+            failure = error
+        try:
+            if self._communicator is not None:  # after construction
+                new = [(f"tensor {name}", f"{numel} elements") for name, numel in layout]
+                message = "" if failure is None else f"{type(failure).__name__}: {failure}"
+                _core.agree(self._communicator, new, message)
+            if failure is not None:
+                raise failure
+        except Exception as error:
+            del self.param_groups[index:]
+            raise failure or error from None
         if self._engine is None:
             return  # under construction
-        self._engine.add_group(self._layout(group, index))
+        if self._communicator is not None:
+            self._adopt()
+        self._engine.add_group(layout)
         self._make_state(index)
         if self._communicator is not None:
             self._attach(self._communicator)
@@ -269,14 +279,15 @@ class _Optimizer(torch.optim.Optimizer):
         torch.autograd.graph.increment_version(parameters)
         self._written = [_Written(parameter) for parameter in parameters]
 
-    def _adopt(self, everything: bool = False) -> None:
+    def _adopt(self) -> None:
         """Takes over what others have written to parameters since we did."""
         assert self._engine is not None
-        pairs = zip(self._written, self._parameters(), strict=True)
         changed = [
-            index
-            for index, (written, parameter) in enumerate(pairs)
-            if everything or not written.is_still(parameter)
+            index  # of parameters that we have written; a new group's follow them
+            for index, (written, parameter) in enumerate(
+                zip(self._written, self._parameters(), strict=False)
+            )
+            if not written.is_still(parameter)
         ]
         if changed:
             self._engine.adopt(self._tensors(gradients=False), self._options(), changed)
@@ -289,8 +300,8 @@ class _Optimizer(torch.optim.Optimizer):
         (``load_state_dict``, ``copy_``, ``.to()``) are noticed at the next step. Every rank must
         do the same; the next exchange verifies it.
         """
-        self._attached()
-        self._adopt(everything=True)
+        engine, _ = self._attached()
+        engine.adopt_all(self._tensors(gradients=False), self._options())
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -325,8 +336,7 @@ class _Optimizer(torch.optim.Optimizer):
                 message = f"{type(failure).__name__}: {failure}"
                 engine.step(communicator, [], self._options(), 1, message)
         except _core.CommunicationError as error:
-            step = engine.counters["step"] + 1
-            raise _core.CommunicationError(f"step {step}: {error}") from error.__cause__
+            raise _at_step(engine.counters["step"] + 1, error) from error.__cause__
         except (_core.DisagreementError, ValueError):
             if failure is None:
                 raise
@@ -351,12 +361,11 @@ class _Optimizer(torch.optim.Optimizer):
         """
         engine, communicator = self._attached()
         self._adopt()
-        engine.sync(
-            communicator,
-            self._tensors(gradients=False),
-            self._options(),
-            torch.get_num_threads(),
-        )
+        tensors = self._tensors(gradients=False)
+        try:
+            engine.sync(communicator, tensors, self._options(), torch.get_num_threads())
+        except _core.CommunicationError as error:
+            raise _at_step(engine.counters["step"], error) from error.__cause__
         self._parameters_written()
 
     @property
@@ -386,6 +395,7 @@ class _Optimizer(torch.optim.Optimizer):
         }
         result["zeroone"] = {
             "format": _FORMAT,
+            "algorithm": type(self).__name__,
             "rank": rank,
             "world_size": communicator.size,
             "counters": engine.counters,
@@ -400,65 +410,118 @@ class _Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what :meth:`state_dict` returned on this rank, and writes the parameters.
 
-        Everything is checked before anything is changed. Copies in place and in fp32.
+        A collective: ranks agree that all states fit and are of the same step before any of them
+        changes anything. Copies in place and in fp32.
 
         Raises:
-            ValueError: the state is of another format, layout, rank or world size.
+            ValueError: the state is of another algorithm, layout, rank or world size, or damaged.
+            DisagreementError: another rank's state does not fit, or is of another step.
         """
         engine, communicator = self._attached()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
-        copies = self._planned_copies(state_dict, communicator)
-        engine.counters = state_dict["zeroone"]["counters"]
+        try:
+            copies = self._planned_copies(state_dict)
+            counters = _checked_counters(state_dict["zeroone"]["counters"], engine.counters)
+        except Exception as failure:
+            tell_others(communicator, failure)
+            raise
+        _core.agree(communicator, [(f"saved {key}", str(counters[key])) for key in counters])
+
         for target, source in copies:
             target.copy_(source)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
+        engine.counters = counters
         engine.write_parameters(self._tensors(gradients=False), self._options())
-        engine.counters = state_dict["zeroone"]["counters"]  # counts born coordinates anew
         self._parameters_written()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def _planned_copies(
-        self, state_dict: dict[str, Any], communicator: _core.Communicator
+        self, state_dict: dict[str, Any]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(target, source) of every tensor; raises ValueError if the state does not fit."""
+        _, communicator = self._attached()
+        rank = communicator.rank
         own = state_dict.get("zeroone")
-        if own is None or own.get("format") != _FORMAT:
+        if not isinstance(own, dict) or own.get("format") != _FORMAT:
             raise ValueError("this state_dict was not saved by this version of zeroone")
-        saved_on = (own["rank"], own["world_size"])
-        if saved_on != (communicator.rank, communicator.size):
-            raise ValueError(
-                f"this state_dict was saved by rank {saved_on[0]} of {saved_on[1]}, this is rank "
-                f"{communicator.rank} of {communicator.size}"
-            )
+        for what, here in (
+            ("algorithm", type(self).__name__),
+            ("rank", rank),
+            ("world_size", communicator.size),
+        ):
+            if own.get(what) != here:
+                raise ValueError(f"this state_dict is of {what} {own.get(what)}, here it is {here}")
+        groups, state = state_dict.get("param_groups"), state_dict.get("state")
+        if not isinstance(groups, list) or not isinstance(state, dict):
+            raise ValueError("this state_dict lacks 'param_groups' or 'state'")
         sizes = [len(group["params"]) for group in self.param_groups]
-        saved_sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+        saved_sizes = [len(group.get("params", ())) for group in groups]
         if sizes != saved_sizes:
             raise ValueError(
                 f"this state_dict has parameter groups of {saved_sizes} tensors, the optimizer has "
                 f"{sizes}"
             )
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            if missing := group.keys() - saved.keys():
+                raise ValueError(f"this state_dict lacks {sorted(missing)} of a parameter group")
+            _check_options(saved)
+
         pairs: list[tuple[str, torch.Tensor, Any]] = []
         for index, parameter in enumerate(self._parameters()):
-            saved = state_dict["state"].get(index, {})
+            saved = state.get(index, {})
             for name, target in self.state[parameter].items():
-                key = f"{name}.rank{communicator.rank}" if name in _OF_RANK else name
+                key = f"{name}.rank{rank}" if name in _OF_RANK else name
                 pairs.append((f"{key} of parameter {index}", target, saved.get(key)))
-        errors: Sequence[Any] = own.get(f"server_error.rank{communicator.rank}", ())
-        for index, source in enumerate(errors):
+        key = f"server_error.rank{rank}"
+        errors: Sequence[Any] = own.get(key, ())
+        for index in range(len(self.param_groups)):
             target_error = self._vectors.flat.get(("server_error", index))
             if target_error is not None:
-                pairs.append((f"server_error of parameter group {index}", target_error, source))
+                source = errors[index] if index < len(errors) else None
+                pairs.append((f"{key} of parameter group {index}", target_error, source))
         for what, target, source in pairs:
             if not isinstance(source, torch.Tensor) or source.shape != target.shape:
-                found = list(source.shape) if isinstance(source, torch.Tensor) else source
+                found = f"of shape {list(source.shape)}" if isinstance(source, torch.Tensor) else ""
                 raise ValueError(
-                    f"this state_dict has {what} of shape {found}, expected {list(target.shape)}"
+                    f"this state_dict has {what} {found or 'missing'}, expected shape "
+                    f"{list(target.shape)}"
                 )
         return [(target, source) for _, target, source in pairs]
+
+
+def _checked_counters(saved: Any, own: dict[str, Any]) -> dict[str, Any]:
+    """`saved`, if it has the structure of `own`; raises ValueError."""
+
+    def check(found: Any, expected: Any, where: str) -> None:
+        if isinstance(expected, dict):
+            if not isinstance(found, dict) or found.keys() != expected.keys():
+                raise ValueError(f"this state_dict has damaged {where}: {found}")
+            for key, value in expected.items():
+                check(found[key], value, f"{where}[{key!r}]")
+        elif isinstance(expected, list):
+            if not isinstance(found, list):
+                raise ValueError(f"this state_dict has damaged {where}: {found}")
+            if expected and isinstance(expected[0], dict):
+                if len(found) != len(expected):
+                    raise ValueError(f"this state_dict has {len(found)} {where}")
+                for item, value in zip(found, expected, strict=True):
+                    check(item, value, where)
+            elif not all(isinstance(item, float) for item in found):
+                raise ValueError(f"this state_dict has damaged {where}: {found}")
+        elif type(found) is not type(expected):
+            raise ValueError(f"this state_dict has damaged {where}: {found!r}")
+
+    check(saved, own, "counters")
+    result: dict[str, Any] = saved
+    return result
+
+
+def _at_step(step: int, error: Exception) -> _core.CommunicationError:
+    return _core.CommunicationError(f"step {step}: {error}")
 
 
 def _options(group: dict[str, Any]) -> tuple[float, float, float, float, float, bool]:

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <optional>
 #include <utility>
 
@@ -139,7 +140,7 @@ class Engine::Impl {
   void sync(Communicator& communicator, std::span<const Tensor> tensors, std::span<const GroupOptions> options,
             int threads);
   void adopt(std::span<const Tensor> tensors, std::span<const GroupOptions> options,
-             std::span<const std::int64_t> indices);
+             std::span<const std::int64_t> indices, bool everything);
   void write_parameters(std::span<const Tensor> tensors, std::span<const GroupOptions> options) const;
   void settle();
   void set_counters(Counters counters);
@@ -148,7 +149,11 @@ class Engine::Impl {
   void load(std::span<const std::byte> bytes);
 
   const Counters& counters() const { return counters_; }
-  const Stats& stats() const { return stats_; }
+  const Stats& stats() {
+    stats_.bytes_sent = wire_.bytes_sent;
+    stats_.bytes_received = wire_.bytes_received;
+    return stats_;
+  }
   const Recipe& recipe() const { return recipe_; }
   bool attached() const { return attached_to_ != nullptr; }
 
@@ -323,21 +328,21 @@ void Engine::Impl::attach(Communicator& communicator, std::span<const Tensor> te
   dense_.emplace(*recipe_.refresh_code, std::move(dense), rank_, ranks_);
   compressed_.emplace(*recipe_.code, std::move(compressed), rank_, ranks_);
 
-  // On one rank a refresh needs no wire.
-  const std::size_t message = std::max(compressed_->message_bytes(), ranks_ == 1 ? 0 : dense_->message_bytes());
-  const auto ranks = static_cast<std::size_t>(ranks_);
-  if (again) {
-    communicator.release(wire_.send);
-    communicator.release(wire_.receive);
-  }
-  // Between rounds it holds the momentum of before a local step: see step_group.
+  // Between rounds `send` holds the momentum of before a local step: see step_group.
   std::size_t momentum = 0;
   for (Slab& slab : slabs_) {
     slab.wire_offset = momentum;
     momentum += (static_cast<std::size_t>(slab.numel) * sizeof(float) + 63) / 64 * 64;
   }
-  wire_.send = communicator.allocate(std::max(ranks * message, momentum));
-  wire_.receive = communicator.allocate((ranks + 1) * message);
+  const auto ranks = static_cast<std::size_t>(ranks_);
+  std::size_t body = std::max(compressed_->body_bytes(), (momentum + ranks - 1) / ranks);
+  if (ranks_ > 1) body = std::max(body, dense_->body_bytes());  // on one rank a refresh needs no wire
+  if (again) Exchange::release(communicator, wire_);
+  const std::int64_t sent = wire_.bytes_sent;
+  const std::int64_t received = wire_.bytes_received;
+  wire_ = Exchange::allocate(communicator, body);
+  wire_.bytes_sent = sent;
+  wire_.bytes_received = received;
 
   for (Slab& slab : slabs_) {
     if (slab.has_anchor) continue;
@@ -665,8 +670,6 @@ bool Engine::Impl::run_round(const Round& round, Exchange& exchange, bool finite
   const Timer timer(stats_.exchange_seconds);
   const auto inspect = [&](std::span<const Header> headers) { return inspect_headers(round, header, headers); };
   const bool combined = exchange.run(round.communicator, *recipe_.collective, wire_, pool_, round.threads, inspect);
-  stats_.bytes_sent = wire_.bytes_sent;
-  stats_.bytes_received = wire_.bytes_received;
   if (!finite) ++stats_.nonfinite_gradients;
   if (combined) {
     ++stats_.rounds;
@@ -854,11 +857,9 @@ void Engine::Impl::write_parameters(std::span<const Tensor> tensors, std::span<c
 }
 
 void Engine::Impl::adopt(std::span<const Tensor> tensors, std::span<const GroupOptions> options,
-                         std::span<const std::int64_t> indices) {
+                         std::span<const std::int64_t> indices, bool everything) {
   check_layout(tensors, options);
   settle();
-  // Whoever adopts everything says what everything is now: a way out after ranks have adopted different values.
-  const bool everything = indices.size() == tensors_;
   if (everything) adopted_ = 0;
   for (const std::int64_t index : indices) {
     if (index < 0 || static_cast<std::size_t>(index) >= tensors_) {
@@ -1001,7 +1002,12 @@ void Engine::sync(Communicator& communicator, std::span<const Tensor> tensors, s
 }
 void Engine::adopt(std::span<const Tensor> tensors, std::span<const GroupOptions> options,
                    std::span<const std::int64_t> indices) {
-  impl_->adopt(tensors, options, indices);
+  impl_->adopt(tensors, options, indices, false);
+}
+void Engine::adopt_all(std::span<const Tensor> tensors, std::span<const GroupOptions> options) {
+  std::vector<std::int64_t> all(tensors.size());
+  std::iota(all.begin(), all.end(), 0);
+  impl_->adopt(tensors, options, all, true);
 }
 void Engine::write_parameters(std::span<const Tensor> tensors, std::span<const GroupOptions> options) const {
   impl_->write_parameters(tensors, options);

@@ -1,5 +1,6 @@
 #include "engine/exchange.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -27,10 +28,9 @@ const float* support(const ExchangeSlab& slab, const Piece& piece) {
 Exchange::Exchange(const Code& code, std::vector<ExchangeSlab> slabs, int rank, int ranks)
     : code_(code), slabs_(std::move(slabs)), rank_(rank), ranks_(ranks) {
   headers_.resize(static_cast<std::size_t>(ranks));
-  message_bytes_ = sizeof(Header);
   for (ExchangeSlab& slab : slabs_) {
-    section_offset_.push_back(message_bytes_);
-    message_bytes_ += static_cast<std::size_t>(code.section_bytes(slab.layout->chunk));
+    section_offset_.push_back(body_bytes_);
+    body_bytes_ += static_cast<std::size_t>(code.section_bytes(slab.layout->chunk));
     slab.statistic.resize(slab.layout->pieces.size());
     if (code.lossy()) slab.server_mean.resize(static_cast<std::size_t>(slab.layout->chunk.elements));
   }
@@ -76,10 +76,10 @@ bool Exchange::encode(Wire& wire, ThreadPool& pool, int threads, Source source) 
       for_pieces(layout, begin, end, [&](std::int64_t i, const Piece& piece) {
         const float* values = source(k, piece, scratch);
         slab.statistic[static_cast<std::size_t>(i)] =
-            code_.encode(layout.ref(piece), values, section(wire.send.data, layout.chunk_of(piece), k));
+            code_.encode(layout.ref(piece), values, wire.send.data + in_bodies(layout.chunk_of(piece), k));
       });
     });
-    for (std::int64_t j = 0; j < ranks_; ++j) finite = seal(j, k, section(wire.send.data, j, k)) && finite;
+    for (std::int64_t j = 0; j < ranks_; ++j) finite = seal(j, k, wire.send.data + in_bodies(j, k)) && finite;
   }
   return finite;
 }
@@ -87,7 +87,7 @@ bool Exchange::encode(Wire& wire, ThreadPool& pool, int threads, Source source) 
 void Exchange::set_header(Wire& wire, const Header& header) {
   header_ = header;
   for (std::int64_t j = 0; j < ranks_; ++j) {
-    std::memcpy(wire.send.data + static_cast<std::size_t>(j) * message_bytes_, &header, sizeof header);
+    std::memcpy(wire.headers.data + static_cast<std::size_t>(j) * sizeof header, &header, sizeof header);
   }
 }
 
@@ -99,27 +99,25 @@ bool Exchange::run(Communicator& communicator, const Collective& collective, Wir
   return collective.run(communicator, wire, *this);
 }
 
-bool Exchange::inspect(const std::byte* received) {
-  for (std::size_t j = 0; j < headers_.size(); ++j) {
-    std::memcpy(&headers_[j], received + j * message_bytes_, sizeof(Header));
-  }
+bool Exchange::inspect(const std::byte* headers) {
+  std::memcpy(headers_.data(), headers, headers_.size() * sizeof(Header));
   return (*inspect_)(headers_);
 }
 
-void Exchange::combine(const std::byte* received, std::byte* contribution) {
+void Exchange::combine(const std::byte* bodies, std::byte* contribution) {
   const auto divisor = static_cast<float>(ranks_);
   const bool feedback = code_.lossy();
   Header header = header_;
   for (std::size_t k = 0; k < slabs_.size(); ++k) {
     ExchangeSlab& slab = slabs_[k];
     if (!slab.active) continue;
-    std::byte* own = contribution + section_offset_[k];
+    std::byte* own = contribution + in_result(0, k);
     for_own_tiles(k, [&](std::int64_t i, const Piece& piece, std::int64_t in_chunk) {
       alignas(64) float scratch[kTile];
       const PieceRef ref = slab.layout->ref(piece);
       float* mean = feedback ? slab.server_mean.data() + in_chunk : scratch;
-      code_.decode(ref, section(received, 0, k), nullptr, mean);
-      for (std::int64_t r = 1; r < ranks_; ++r) code_.accumulate(ref, section(received, r, k), mean);
+      code_.decode(ref, bodies + in_bodies(0, k), nullptr, mean);
+      for (std::int64_t r = 1; r < ranks_; ++r) code_.accumulate(ref, bodies + in_bodies(r, k), mean);
       kernels().divide(piece.n, divisor, mean);
       if (feedback) {
         kernels().add_residual(piece.n, mean, slab.rho, slab.server_error + in_chunk, support(slab, piece), mean);
@@ -135,7 +133,7 @@ void Exchange::combine(const std::byte* received, std::byte* contribution) {
 void Exchange::inspect_result(const std::byte* result) {
   for (std::int64_t j = 0; j < ranks_; ++j) {
     Header header;
-    std::memcpy(&header, result + static_cast<std::size_t>(j) * message_bytes_, sizeof header);
+    std::memcpy(&header, result + static_cast<std::size_t>(j) * (sizeof header + body_bytes_), sizeof header);
     if (header.magic != header_.magic || header.kind != header_.kind || header.step != header_.step) {
       throw DisagreementError("rank " + std::to_string(j) + " answered a round of step " + std::to_string(header.step) +
                               ", this rank is at step " + std::to_string(header_.step));
@@ -147,18 +145,30 @@ void Exchange::inspect_result(const std::byte* result) {
   }
 }
 
-void Exchange::decode(const std::byte* messages, std::size_t slab, const Piece& piece, float* out) const {
+void Exchange::decode(const std::byte* section, std::size_t slab, const Piece& piece, float* out) const {
   const ExchangeSlab& s = slabs_[slab];
-  const SlabLayout& layout = *s.layout;
-  code_.decode(layout.ref(piece), section(messages, layout.chunk_of(piece), slab), support(s, piece), out);
+  code_.decode(s.layout->ref(piece), section, support(s, piece), out);
 }
 
 void Exchange::decode_own(const Wire& wire, std::size_t slab, const Piece& piece, float* out) const {
-  decode(wire.send.data, slab, piece, out);
+  decode(wire.send.data + in_bodies(slabs_[slab].layout->chunk_of(piece), slab), slab, piece, out);
 }
 
 void Exchange::decode_result(const Wire& wire, std::size_t slab, const Piece& piece, float* out) const {
-  decode(wire.receive.data, slab, piece, out);
+  decode(wire.receive.data + in_result(slabs_[slab].layout->chunk_of(piece), slab), slab, piece, out);
+}
+
+Wire Exchange::allocate(Communicator& communicator, std::size_t body_bytes) {
+  const auto ranks = static_cast<std::size_t>(communicator.size());
+  Wire wire;
+  wire.headers = communicator.allocate(2 * ranks * sizeof(Header));
+  wire.send = communicator.allocate(std::max<std::size_t>(ranks * body_bytes, 1));
+  wire.receive = communicator.allocate((ranks + 1) * (sizeof(Header) + body_bytes));
+  return wire;
+}
+
+void Exchange::release(Communicator& communicator, const Wire& wire) {
+  for (const Buffer& buffer : {wire.headers, wire.send, wire.receive}) communicator.release(buffer);
 }
 
 void Exchange::commit_server_error(const Wire& wire, ThreadPool& pool, int threads) {

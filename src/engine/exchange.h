@@ -17,7 +17,7 @@
 
 namespace zeroone {
 
-/// Starts every message. docs/arithmetic.md, section Message.
+/// Goes ahead of a body, or in front of it. docs/arithmetic.md, section Message.
 struct Header {
   std::uint32_t magic = 0x306f657a;
   std::uint16_t kind = 0;
@@ -54,9 +54,14 @@ class Exchange final : public Payload {
   Exchange(const Code& code, std::vector<ExchangeSlab> slabs, int rank, int ranks);
 
   std::vector<ExchangeSlab>& slabs() { return slabs_; }
-  std::size_t message_bytes() const override { return message_bytes_; }
+  std::size_t header_bytes() const override { return sizeof(Header); }
+  std::size_t body_bytes() const override { return body_bytes_; }
 
-  /// Writes this rank's messages to `wire`; false: some value was not finite. `header` goes in front of each.
+  /// What this exchange needs at least.
+  static Wire allocate(Communicator& communicator, std::size_t body_bytes);
+  static void release(Communicator& communicator, const Wire& wire);
+
+  /// Writes this rank's bodies to `wire`; false: some value was not finite.
   bool encode(Wire& wire, ThreadPool& pool, int threads, Source source);
   void set_header(Wire& wire, const Header& header);
 
@@ -72,17 +77,19 @@ class Exchange final : public Payload {
   void commit_server_error(const Wire& wire, ThreadPool& pool, int threads);
 
  private:
-  bool inspect(const std::byte* received) override;
-  void combine(const std::byte* received, std::byte* contribution) override;
+  bool inspect(const std::byte* headers) override;
+  void combine(const std::byte* bodies, std::byte* contribution) override;
   void inspect_result(const std::byte* result) override;
 
-  std::byte* section(std::byte* messages, std::int64_t chunk, std::size_t slab) const {
-    return messages + static_cast<std::size_t>(chunk) * message_bytes_ + section_offset_[slab];
+  /// Where the section of `slab` begins in the body for, or from, rank `chunk`.
+  std::size_t in_bodies(std::int64_t chunk, std::size_t slab) const {
+    return static_cast<std::size_t>(chunk) * body_bytes_ + section_offset_[slab];
   }
-  const std::byte* section(const std::byte* messages, std::int64_t chunk, std::size_t slab) const {
-    return messages + static_cast<std::size_t>(chunk) * message_bytes_ + section_offset_[slab];
+  /// The same in a result, where a header stands before every body.
+  std::size_t in_result(std::int64_t chunk, std::size_t slab) const {
+    return static_cast<std::size_t>(chunk) * (sizeof(Header) + body_bytes_) + sizeof(Header) + section_offset_[slab];
   }
-  void decode(const std::byte* messages, std::size_t slab, const Piece& piece, float* out) const;
+  void decode(const std::byte* section, std::size_t slab, const Piece& piece, float* out) const;
   /// Calls body(piece index, piece, its start in the chunk) for the pieces of this rank's chunk, on all threads.
   template <typename Body>
   void for_own_tiles(std::size_t slab, Body body);
@@ -94,7 +101,7 @@ class Exchange final : public Payload {
   std::vector<std::size_t> section_offset_;
   std::vector<Header> headers_;
   Header header_;
-  std::size_t message_bytes_ = 0;
+  std::size_t body_bytes_ = 0;
   std::int64_t rank_;
   std::int64_t ranks_;
   // Of the round that runs.

@@ -61,15 +61,17 @@ class SpyCommunicator : public Communicator {
 
   std::int64_t bytes_sent() const { return bytes_sent_; }
   std::int64_t operations() const { return operations_; }
-  /// What the last all-to-all sent, one message for each rank.
-  const std::vector<std::byte>& messages() const { return messages_; }
+  /// What the last two all-to-alls sent, one part for each rank: the headers and bodies of a round.
+  const std::vector<std::byte>& headers() const { return headers_; }
+  const std::vector<std::byte>& bodies() const { return bodies_; }
 
   int rank() const override { return inner_.rank(); }
   int size() const override { return inner_.size(); }
   Buffer allocate(std::size_t bytes) override { return inner_.allocate(bytes); }
   void release(const Buffer& buffer) override { inner_.release(buffer); }
   Work all_to_all(const Region& send, const Region& receive, Stream stream) override {
-    messages_.assign(send.data(), send.data() + send.bytes);
+    headers_.swap(bodies_);
+    bodies_.assign(send.data(), send.data() + send.bytes);
     return operate(send.bytes / static_cast<std::size_t>(size()),
                    [&] { return inner_.all_to_all(send, receive, stream); });
   }
@@ -98,7 +100,7 @@ class SpyCommunicator : public Communicator {
   ThreadCommunicator inner_;
   std::int64_t bytes_sent_ = 0;
   std::int64_t operations_ = 0;
-  std::vector<std::byte> messages_;
+  std::vector<std::byte> headers_, bodies_;
   int remaining_ = -1;
   bool after_transfer_ = false;
 };

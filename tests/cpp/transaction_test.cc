@@ -81,7 +81,7 @@ TEST_P(Rounds, CommitOrLeaveNoTrace) {
     };
     const bool communicates = trial.rank(0).engine->next_step(o) != StepKind::kLocal;
     if (communicates) {
-      for (const int operation : {0, 1}) {
+      for (const int operation : {0, 1, 2}) {
         for (const bool after_transfer : {false, true}) fail_all(operation, after_transfer, step);
       }
     } else {
@@ -91,11 +91,11 @@ TEST_P(Rounds, CommitOrLeaveNoTrace) {
     const std::int64_t operations = trial.rank(0).communicator->operations();
     const StepKind kind = trial.step(t, o);
     EXPECT_EQ(kind != StepKind::kLocal, communicates);
-    EXPECT_EQ(trial.rank(0).communicator->operations() - operations, communicates ? 2 : 0);
+    EXPECT_EQ(trial.rank(0).communicator->operations() - operations, communicates ? 3 : 0);
     trial.run([](Trial::Rank& rank) { rank.communicator->disarm(); });
 
     if (trial.twin().pending() && t % 5 == 0) {
-      for (const int operation : {0, 1}) {
+      for (const int operation : {0, 1, 2}) {
         fail_all(operation, false, [&](Trial::Rank& rank) {
           rank.engine->sync(*rank.communicator, rank.tensors, o, 2);
         });
@@ -119,7 +119,7 @@ INSTANTIATE_TEST_SUITE_P(Transaction, Rounds,
 
 // One rank fails alone: the others wait until the group is given up, and change nothing either.
 TEST(Transaction, OneFailingRank) {
-  for (const int operation : {0, 1}) {
+  for (const int operation : {0, 1, 2}) {
     Trial trial({.recipe = {plain_every_step(2), plain_interval(3), Scale::kL1, true, false},
                  .groups = {{500, 33}},
                  .world = 3});

@@ -417,17 +417,18 @@ TEST(Wire, MessagesAreTheDocumentedOnes) {
       decoded.push_back(one_bit(s.layout, born, Scale::kL1, b[g]));
     }
     const bool refresh = trial.step(t, o) == StepKind::kRefresh;
-    const std::vector<std::byte>& sent = trial.rank(1).communicator->messages();
-    const std::size_t size = sent.size() / 2;
-    ASSERT_EQ(size, 40U + (refresh ? 4 * 8 + 4 * 16 : 4 * 2 + 8 / 8 + 4 * 1 + 16 / 8));
+    const std::vector<std::byte>& headers = trial.rank(1).communicator->headers();
+    const std::vector<std::byte>& sent = trial.rank(1).communicator->bodies();
+    ASSERT_EQ(headers.size(), 2U * 40);
+    ASSERT_EQ(sent.size(), 2U * (refresh ? 4 * 8 + 4 * 16 : 4 * 2 + 8 / 8 + 4 * 1 + 16 / 8));
     for (std::size_t j = 0; j < 2; ++j) {
-      const std::size_t message = j * size;
-      EXPECT_EQ(read<std::uint32_t>(sent, message), 0x306f657aU);
-      EXPECT_EQ(read<std::uint16_t>(sent, message + 4), refresh ? 1 : 2);
-      EXPECT_EQ(read<std::uint16_t>(sent, message + 6), 0);
-      EXPECT_EQ(read<std::int64_t>(sent, message + 8), t);
-      EXPECT_EQ(read<double>(sent, message + 16), o[0].lr);
-      std::size_t section = message + 40;
+      const std::size_t header = j * 40;
+      EXPECT_EQ(read<std::uint32_t>(headers, header), 0x306f657aU);
+      EXPECT_EQ(read<std::uint16_t>(headers, header + 4), refresh ? 1 : 2);
+      EXPECT_EQ(read<std::uint16_t>(headers, header + 6), 0);
+      EXPECT_EQ(read<std::int64_t>(headers, header + 8), t);
+      EXPECT_EQ(read<double>(headers, header + 16), o[0].lr);
+      std::size_t section = j * sent.size() / 2;
       for (std::size_t g = 0; g < 2; ++g) {
         const Layout& layout = trial.twin().slab(g).layout;
         const std::size_t begin = j * static_cast<std::size_t>(layout.chunk);
