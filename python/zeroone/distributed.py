@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import weakref
 from datetime import timedelta
 
 import torch
@@ -115,16 +113,11 @@ def make_communicator(process_group: dist.ProcessGroup | None = None) -> _core.C
         use_local_synchronization=True,
         group_desc="zeroone",
     )
-    operations = _ProcessGroupOperations(private)
-    weakref.finalize(operations, _destroy, private).atexit = False  # its threads and sockets
-    return _core.PythonCommunicator(private.rank(), private.size(), operations)
-
-
-def _destroy(group: dist.ProcessGroup) -> None:
-    """Frees a private group, unless the program has destroyed all groups before."""
-    with contextlib.suppress(Exception):  # nobody is left who could handle it
-        if dist.is_initialized():
-            dist.destroy_process_group(group)
+    # It lives until the program destroys all groups: torch would give its name, and the addresses
+    # that the store keeps under it, to the next group (measured: "connection refused").
+    return _core.PythonCommunicator(
+        private.rank(), private.size(), _ProcessGroupOperations(private)
+    )
 
 
 class OneBitAllReduce:

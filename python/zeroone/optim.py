@@ -423,7 +423,7 @@ class _Optimizer(torch.optim.Optimizer):
             state_dict = state_dict if replaced is None else replaced
         try:
             copies = self._planned_copies(state_dict)
-            counters = _checked_counters(state_dict["zeroone"]["counters"], engine.counters)
+            counters = _checked_counters(state_dict["zeroone"].get("counters"), engine.counters)
         except Exception as failure:
             tell_others(communicator, failure)
             raise

@@ -215,7 +215,7 @@ def test_mistake_at_a_step(
         mistake(ours.optimizer)
     raises_everywhere(rank, error, words, ours.optimizer.step)
     rounds = ours.optimizer.stats.rounds
-    ours.failed(dense=kind == "refresh")
+    ours.failed()
     assert ours.step() == kind  # as if nothing had been
     assert ours.optimizer.stats.rounds == rounds + 1
     ours.run(4)
@@ -241,7 +241,7 @@ def test_different_setting_at_a_step(
         ours.optimizer.step()
     for words in (*both, "rank 0 has", f"rank {BAD} has", "group 1", setting):
         assert words in str(caught.value)
-    ours.failed(dense=kind == "refresh")
+    ours.failed()
     assert ours.step() == kind
     ours.run(4)
 
@@ -254,7 +254,7 @@ def test_sync_here_and_step_there(world: int, rank: int) -> None:
     ours = trial.zero_one_adam(constant(groups=2), rank=rank, world=world, **SCHEDULES).run(3)
     with pytest.raises(zeroone.DisagreementError, match=f"{SYNC_AT_4}, {CALLED_AT_3}"):
         ours.optimizer.sync() if rank == BAD else ours.optimizer.step()
-    ours.failed(dense=False)
+    ours.failed()
     assert ours.step() == "sync"
 
 

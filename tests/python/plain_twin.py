@@ -306,7 +306,7 @@ class Twin:
         ]
         finite = [all(np.isfinite(g).all() for g in groups) for groups in flat]
         if not any(finite) and (refresh or sync or self.world == 1):
-            self.count(refresh, phases=1)  # the headers say it before anything is gathered
+            self.count_headers()
             self.kinds.append("skipped")
             return "skipped"
         for groups, good in zip(flat, finite, strict=True):
@@ -359,13 +359,15 @@ class Twin:
 
     # --- parts of a step -----------------------------------------------------------------------
 
-    def count(self, dense: bool, phases: int = 2) -> int:
-        """Counts what a rank sends in a round, or in its first phase alone."""
+    def count(self, dense: bool) -> None:
+        """Counts what a rank sends in a round."""
         layouts = [slab.layout for slab in self.slabs]
         sections = sum(x.dense_section if dense else x.one_bit_section for x in layouts)
-        sent = phases * (self.world - 1) * (HEADER + sections)
-        self.bytes_sent += sent
-        return sent
+        self.bytes_sent += 2 * (self.world - 1) * (HEADER + sections)
+
+    def count_headers(self) -> None:
+        """Counts what a rank sends in a round that the headers end before anything else is sent."""
+        self.bytes_sent += (self.world - 1) * HEADER
 
     def _synchronised(self, lr: list[float]) -> None:
         self.sync_position.advance(self.t, lr)
