@@ -145,7 +145,10 @@ class _Optimizer(torch.optim.Optimizer):
             failure = error
         try:
             if self._communicator is not None:  # after construction
-                new = [(f"tensor {name}", f"{numel} elements") for name, numel in layout]
+                new = [
+                    (f"tensor {i} of parameter group {index}", f"{name} with {numel} elements")
+                    for i, (name, numel) in enumerate(layout)
+                ]
                 message = "" if failure is None else f"{type(failure).__name__}: {failure}"
                 _core.agree(self._communicator, new, message)
             if failure is not None:

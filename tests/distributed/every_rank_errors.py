@@ -260,14 +260,29 @@ def test_sync_here_and_step_there(world: int, rank: int) -> None:
 
 def test_a_rank_that_missed_a_step(world: int, rank: int) -> None:
     ours = trial.adamw(constant(groups=2), rank=rank, world=world).run(2)
-    if rank == BAD:  # as if resumed from an older state than the others
-        old = ours.optimizer.state_dict()
-        old["zeroone"]["counters"]["step"] -= 1
-        ours.optimizer.load_state_dict(old)
+    engine = ours.optimizer._engine
+    counters = engine.counters
+    if rank == BAD:
+        engine.counters = {**counters, "step": counters["step"] - 1}
     with pytest.raises(
         zeroone.DisagreementError, match=r"0 has .* at step 3, rank 1 has .* at step 2"
     ):
         ours.optimizer.step()
+    engine.counters = counters
+    ours.failed()
+    ours.run(2)
+
+
+def test_states_of_different_steps(world: int, rank: int) -> None:
+    ours = trial.adamw(constant(groups=2), rank=rank, world=world).run(2)
+    before = everything(ours.optimizer)
+    state = ours.optimizer.state_dict()
+    if rank == BAD:
+        state["zeroone"]["counters"]["step"] -= 1
+    with pytest.raises(zeroone.DisagreementError, match=r"saved step: rank 0 has 2, rank 1 has 1"):
+        ours.optimizer.load_state_dict(state)
+    assert everything(ours.optimizer) == before
+    ours.run(2)
 
 
 def test_invalid_group_added_later(world: int, rank: int) -> None:
