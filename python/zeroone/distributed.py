@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from datetime import timedelta
 
 import torch
@@ -11,6 +13,17 @@ from torch.nn.parallel import DistributedDataParallel
 from zeroone import _core
 
 __all__ = ["OneBitAllReduce", "local_gradients", "make_communicator"]
+
+
+_live: weakref.WeakSet[_ProcessGroupOperations] = weakref.WeakSet()
+
+
+@atexit.register
+def _let_go() -> None:
+    """Ends the groups' threads while the interpreter still runs: a thread of the backend that
+    wants the GIL after that ends the process with "terminate called" (seen with Gloo)."""
+    for operations in list(_live):
+        operations.__dict__.pop("_group", None)
 
 
 class _ProcessGroupOperations:
@@ -24,6 +37,7 @@ class _ProcessGroupOperations:
         self._group = group
         self._buffers: dict[int, torch.Tensor] = {}
         self._next_id = 0
+        _live.add(self)
 
     def allocate(self, size: int) -> tuple[int, int]:
         buffer = torch.zeros(size, dtype=torch.uint8)
