@@ -158,11 +158,10 @@ class _Optimizer(torch.optim.Optimizer):
             raise failure or error from None
         if self._engine is None:
             return  # under construction
-        if self._communicator is not None:
-            self._adopt()
         self._engine.add_group(layout)
         self._make_state(index)
         if self._communicator is not None:
+            self._adopt()
             self._attach(self._communicator)
 
     @staticmethod

@@ -208,3 +208,25 @@ def test_ranks_cannot_adopt_a_broadcast_inside_an_interval(world: int, rank: int
         torch.autograd.graph.increment_version(parameter)
     with pytest.raises(zeroone.DisagreementError, match="loaded"):
         ours.optimizer.step()
+
+
+@pytest.mark.parametrize("steps", WHEN)
+def test_loaded_before_a_group_is_added(world: int, rank: int, steps: int) -> None:
+    ours = make(world, rank, steps)
+    parameter = ours.parameters[0][0]
+    load(parameter)
+    new = torch.nn.Parameter(torch.full((5,), float(rank)))
+    ours.optimizer.add_param_group({"params": [new], "lr": 0.0})
+    assert bits(parameter) == bits(values(parameter))
+    assert bits(new) == bits(torch.zeros(5))  # rank 0's
+    for group in ours.optimizer.param_groups:
+        group["lr"] = 0.0
+    for _ in range(6):  # whatever the schedules do now, at lr = 0 and without decay nothing moves
+        ours.optimizer.zero_grad()
+        ours.optimizer.step()
+    ours.optimizer.sync()
+    if (
+        steps != 4
+    ):  # a sync of steps that other parameters took inside the interval moves only those
+        assert bits(parameter) == bits(values(parameter))
+    assert ours.optimizer.stats.steps == steps + 6
