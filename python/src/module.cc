@@ -88,20 +88,16 @@ class PythonEngine {
     read(tensors, {});
     engine_.attach(communicator, tensors_, settings, broadcast, {}, threads);
   }
-  StepKind step(Communicator& communicator, nb::handle tensors, nb::handle options, int threads,
+  void step(Communicator& communicator, nb::handle tensors, nb::handle options, int threads,
                 const std::string& error) {
     read(tensors, options);
     const nb::gil_scoped_release release;
-    return engine_.step(communicator, tensors_, options_, threads, error);
+    engine_.step(communicator, tensors_, options_, threads, error);
   }
   void sync(Communicator& communicator, nb::handle tensors, nb::handle options, int threads) {
     read(tensors, options);
     const nb::gil_scoped_release release;
     engine_.sync(communicator, tensors_, options_, threads);
-  }
-  StepKind next_step(nb::handle options) {
-    read({}, options);
-    return engine_.next_step(options_);
   }
   void adopt(nb::handle tensors, nb::handle options, const std::vector<std::int64_t>& indices) {
     read(tensors, options);
@@ -257,11 +253,6 @@ NB_MODULE(_core, m) {
   m.def("steps", &steps, "steps"_a);
 
   nb::enum_<Scale>(m, "Scale").value("L1", Scale::kL1).value("L2", Scale::kL2);
-  nb::enum_<StepKind>(m, "StepKind")
-      .value("LOCAL", StepKind::kLocal)
-      .value("REFRESH", StepKind::kRefresh)
-      .value("SYNC", StepKind::kSync)
-      .value("SKIPPED", StepKind::kSkipped);
 
   nb::class_<Recipe>(m, "Recipe").def_ro("name", &Recipe::name);
   m.def("zero_one_adam", &zero_one_adam, "variance_schedule"_a, "sync_schedule"_a, "scale"_a, "bias_correction"_a);
@@ -283,7 +274,6 @@ NB_MODULE(_core, m) {
       .def("attach", &PythonEngine::attach, "communicator"_a, "tensors"_a, "settings"_a, "broadcast"_a, "threads"_a)
       .def("step", &PythonEngine::step, "communicator"_a, "tensors"_a, "options"_a, "threads"_a, "error"_a = "")
       .def("sync", &PythonEngine::sync, "communicator"_a, "tensors"_a, "options"_a, "threads"_a)
-      .def("next_step", &PythonEngine::next_step, "options"_a)
       .def("adopt", &PythonEngine::adopt, "tensors"_a, "options"_a, "indices"_a)
       .def("adopt_all", &PythonEngine::adopt_all, "tensors"_a, "options"_a)
       .def("write_parameters", &PythonEngine::write_parameters, "tensors"_a, "options"_a)

@@ -44,12 +44,6 @@ class Scale(Enum):
     L1 = 0
     L2 = 1
 
-class StepKind(Enum):
-    LOCAL = 0
-    REFRESH = 1
-    SYNC = 2
-    SKIPPED = 3
-
 class Recipe:
     @property
     def name(self) -> str: ...
@@ -81,7 +75,7 @@ class Engine:
         options: Sequence[_OptionsTuple],
         threads: int,
         error: str = "",
-    ) -> StepKind: ...
+    ) -> None: ...
     def sync(
         self,
         communicator: Communicator,
@@ -89,7 +83,6 @@ class Engine:
         options: Sequence[_OptionsTuple],
         threads: int,
     ) -> None: ...
-    def next_step(self, options: Sequence[_OptionsTuple]) -> StepKind: ...
     def adopt(
         self,
         tensors: Sequence[_TensorTuple],

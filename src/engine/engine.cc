@@ -60,6 +60,7 @@ struct Slab {
   float* momentum = nullptr;
   float* accumulated = nullptr;
   float lag = 0;  // u is what is stored plus lag times m: see Preconditioner::local_step
+  StepScalars scalars;  // of the sync under way
   std::array<float*, 4> own{};  // the preconditioner's
   float* worker_error = nullptr;
   float* server_error = nullptr;  // [chunk]
@@ -202,8 +203,6 @@ class Engine::Impl {
   void broadcast_anchors(Communicator& communicator);
   void count_born(int threads);
   void finish_step(StepKind kind);
-  void write_parameter(const Slab& slab, const Tensor& tensor, const StepScalars& s, std::int64_t slab_begin,
-                       std::int64_t tensor_begin, std::int64_t n) const;
 
   std::int64_t total_numel() const {
     std::int64_t numel = 0;
@@ -521,9 +520,8 @@ StepKind Engine::Impl::step(Communicator& communicator, std::span<const Tensor> 
   Round round{communicator, tensors, options, threads, own_error, 0};
   StepKind kind = StepKind::kLocal;
   if (options.size() == slabs_.size()) kind = plan(options);
-  if (kind == StepKind::kLocal || ranks_ == 1) {
-    if (!own_error.empty()) throw InvalidArgument(own_error);
-  }
+  const bool alone = kind == StepKind::kLocal || ranks_ == 1;
+  if (alone && !own_error.empty()) throw InvalidArgument(own_error);
   round.kind = static_cast<std::uint16_t>(kind);
   const bool done = in_step([&] {
     if (kind == StepKind::kLocal) return local_step(round);
@@ -743,6 +741,7 @@ bool Engine::Impl::sync_round(const Round& round) {
   std::vector<ExchangeSlab>& exchange_slabs = compressed_->slabs();
   for (std::size_t g = 0; g < slabs_.size(); ++g) {
     const SlabCounters& c = next_.slabs[g];
+    slabs_[g].scalars = scalars(slabs_[g], c, round.options[g], stepping);
     exchange_slabs[g].active = c.pending > 0;
     exchange_slabs[g].rho = static_cast<float>(c.previous_sum > 0 ? std::min(1.0, c.sum / c.previous_sum) : 1.0);
   }
@@ -752,11 +751,10 @@ bool Engine::Impl::sync_round(const Round& round) {
     if (zero || !stepping) tensor.gradient = nullptr;
     return read_gradient(tensor, piece.tensor_begin, piece.n, round.options[g].maximize, scratch);
   };
-  const auto candidate = [&](std::size_t g, const StepScalars& s, const Piece& piece, const float* gradient,
-                             float* out) {
+  const auto candidate = [&](std::size_t g, const Piece& piece, const float* gradient, float* out) {
     const Slab& slab = slabs_[g];
     const Tile t = tile(slab, piece.begin, piece.n);
-    recipe_.preconditioner->peek(s, t, gradient, out);
+    recipe_.preconditioner->peek(slab.scalars, t, gradient, out);
     if (slab.worker_error != nullptr) {
       const int support = recipe_.preconditioner->support();
       kernels().add_residual(piece.n, out, exchange_slabs[g].rho, slab.worker_error + piece.begin,
@@ -775,7 +773,7 @@ bool Engine::Impl::sync_round(const Round& round) {
             const float* gradient = gradient_of(g, piece, zero, scratch);
             // Also where the preconditioner would not look: the rule is one for the whole gradient.
             if (!kernels().all_finite(piece.n, gradient)) gradient_finite.store(false, std::memory_order_relaxed);
-            candidate(g, scalars(slabs_[g], next_.slabs[g], round.options[g], stepping), piece, gradient, out);
+            candidate(g, piece, gradient, out);
             return static_cast<const float*>(out);
           });
       return encoded && gradient_finite;
@@ -795,7 +793,6 @@ bool Engine::Impl::sync_round(const Round& round) {
     const Slab& slab = slabs_[g];
     SlabCounters& counters = next_.slabs[g];
     if (counters.pending == 0) continue;
-    const StepScalars s = scalars(slab, counters, round.options[g], stepping);
     const SlabLayout& layout = *slab.layout;
     pool_.parallel_for(
         static_cast<std::int64_t>(layout.pieces.size()), round.threads, [&](std::int64_t begin, std::int64_t end) {
@@ -804,13 +801,13 @@ bool Engine::Impl::sync_round(const Round& round) {
           for (auto i = begin; i < end; ++i) {
             const Piece& piece = layout.pieces[static_cast<std::size_t>(i)];
             if (slab.worker_error != nullptr) {
-              candidate(g, s, piece, gradient_of(g, piece, !finite, scratch), b);
+              candidate(g, piece, gradient_of(g, piece, !finite, scratch), b);
               compressed_->decode_own(wire_, g, piece, scratch);
               kernels().subtract(piece.n, b, scratch, slab.worker_error + piece.begin);
             }
             compressed_->decode_result(wire_, g, piece, scratch);
             const Tile t = tile(slab, piece.begin, piece.n);
-            recipe_.preconditioner->commit(s, t, scratch);
+            recipe_.preconditioner->commit(slab.scalars, t, scratch);
             const Tensor& tensor = round.tensors[slab.first_tensor + static_cast<std::size_t>(piece.tensor)];
             write_floats(tensor.data, tensor.dtype, piece.tensor_begin, piece.n, t.anchor);
           }
@@ -837,21 +834,16 @@ void Engine::Impl::sync(Communicator& communicator, std::span<const Tensor> tens
   counters_ = next_;
 }
 
-void Engine::Impl::write_parameter(const Slab& slab, const Tensor& tensor, const StepScalars& s,
-                                   std::int64_t slab_begin, std::int64_t tensor_begin, std::int64_t n) const {
-  alignas(64) float x[kTile];
-  recipe_.preconditioner->parameter(s, tile(slab, slab_begin, n), x);
-  write_floats(tensor.data, tensor.dtype, tensor_begin, n, x);
-}
-
 void Engine::Impl::write_parameters(std::span<const Tensor> tensors, std::span<const GroupOptions> options) const {
   check_layout(tensors, options);
   for (std::size_t g = 0; g < slabs_.size(); ++g) {
     const Slab& slab = slabs_[g];
     const StepScalars s = scalars(slab, counters_.slabs[g], options[g], false);
     for (const Run& run : slab.runs) {
-      write_parameter(slab, tensors[slab.first_tensor + run.tensor], s, slab.tensor_begin[run.tensor] + run.begin,
-                      run.begin, run.n);
+      alignas(64) float x[kTile];
+      recipe_.preconditioner->parameter(s, tile(slab, slab.tensor_begin[run.tensor] + run.begin, run.n), x);
+      const Tensor& tensor = tensors[slab.first_tensor + run.tensor];
+      write_floats(tensor.data, tensor.dtype, run.begin, run.n, x);
     }
   }
 }
