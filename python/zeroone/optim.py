@@ -321,7 +321,7 @@ class _Optimizer(torch.optim.Optimizer):
     def _parameters_written(self) -> None:
         """Tells autograd, and remembers what was written."""
         for parameter, data in self._staged:
-            parameter.copy_(data)
+            parameter.detach().copy_(data)
         self._staged.clear()
         parameters = self._parameters()
         torch.autograd.graph.increment_version(parameters)

@@ -204,6 +204,8 @@ class Engine::Impl {
   StepKind plan(std::span<const GroupOptions> options);
   StepScalars scalars(const Slab& slab, const SlabCounters& counters, const GroupOptions& options,
                       bool stepping) const;
+  /// For Preconditioner::parameter, of a tensor as it is now.
+  StepScalars tensor_scalars(std::size_t group, std::size_t tensor, const GroupOptions& options) const;
   /// The gradient of a tensor as the step sees it: with its sign, unscaled, clipped. Zeros if `zero`.
   const float* gradient(const Round& round, std::size_t group, std::size_t tensor, std::int64_t begin, std::int64_t n,
                         bool zero, float* scratch) const;
@@ -586,6 +588,16 @@ void Engine::Impl::mark_frozen() {
   }
 }
 
+StepScalars Engine::Impl::tensor_scalars(std::size_t group, std::size_t tensor, const GroupOptions& options) const {
+  const Slab& slab = slabs_[group];
+  StepScalars s = scalars(slab, counters_.slabs[group], options, false);
+  if (slab.frozen[tensor] != 0) {  // no step of the interval was its
+    s.decay = 1;
+    s.lag = 0;
+  }
+  return s;
+}
+
 void Engine::Impl::start_next(std::span<const GroupOptions> options) {
   next_ = counters_;
   lr_.resize(options.size());
@@ -747,8 +759,9 @@ void Engine::Impl::settle() {
     if (slab.lag == 0) continue;
     StepScalars s;
     s.lag = slab.lag;
-    for (std::int64_t begin = 0; begin < slab.numel; begin += kTile) {
-      recipe_.preconditioner->settle(s, tile(slab, begin, std::min(kTile, slab.numel - begin)));
+    for (const Run& run : slab.runs) {
+      if (slab.frozen[run.tensor] != 0) continue;
+      recipe_.preconditioner->settle(s, tile(slab, slab.tensor_begin[run.tensor] + run.begin, run.n));
     }
     slab.lag = 0;
   }
@@ -1052,8 +1065,7 @@ void Engine::Impl::write_parameters(std::span<const Tensor> tensors, std::span<c
   for (std::size_t g = 0; g < slabs_.size(); ++g) {
     const Slab& slab = slabs_[g];
     for (const Run& run : slab.runs) {
-      StepScalars s = scalars(slab, counters_.slabs[g], options[g], false);
-      if (slab.frozen[run.tensor] != 0) s.decay = 1;
+      const StepScalars s = tensor_scalars(g, run.tensor, options[g]);
       alignas(64) float x[kTile];
       recipe_.preconditioner->parameter(s, tile(slab, slab.tensor_begin[run.tensor] + run.begin, run.n), x);
       const Tensor& tensor = tensors[slab.first_tensor + run.tensor];
@@ -1078,8 +1090,7 @@ void Engine::Impl::adopt(std::span<const Tensor> tensors, std::span<const GroupO
     const Slab& slab = *after;
     const std::size_t i = static_cast<std::size_t>(index) - slab.first_tensor;
     const Tensor& tensor = tensors[static_cast<std::size_t>(index)];
-    StepScalars s = scalars(slab, counters_.slabs[g], options[g], false);
-    if (slab.frozen[i] != 0) s.decay = 1;
+    const StepScalars s = tensor_scalars(g, i, options[g]);
     const std::int64_t slab_begin = slab.tensor_begin[i];
     const std::int64_t numel = slab.tensors[i].numel;
 

@@ -99,14 +99,15 @@ class Trial:
         gradients = [self._gradients(rank) for rank in range(self.world)]
         for rank in not_finite:
             self._spoil(gradients[rank], (np.nan, np.inf, -np.inf)[rank % 3], unborn)
+        for g, i in frozen:
+            for of_rank in gradients:
+                of_rank[g][i] = None
         for group, of_group in zip(self.optimizer.param_groups, options, strict=True):
             group.update(vars(of_group))
         for g, i, parameter in self.tensors():
             gradient = gradients[self.rank][g][i]
             parameter.grad = None
             parameter.requires_grad_((g, i) not in frozen)
-            if (g, i) in frozen:
-                continue
             if gradient is not None:
                 parameter.grad = torch.from_numpy(gradient).to(self.dtype(g))
         if max_norm is not None:
