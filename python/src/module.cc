@@ -94,6 +94,10 @@ class PythonEngine {
     const nb::gil_scoped_release release;
     engine_.step(communicator, tensors_, options_, threads, error);
   }
+  int next_step(nb::handle options) {
+    read({}, options);
+    return static_cast<int>(engine_.next_step(options_));
+  }
   void sync(Communicator& communicator, nb::handle tensors, nb::handle options, int threads) {
     read(tensors, options);
     const nb::gil_scoped_release release;
@@ -170,6 +174,8 @@ class PythonEngine {
     d["encode_seconds"] = s.encode_seconds;
     d["exchange_seconds"] = s.exchange_seconds;
     d["commit_seconds"] = s.commit_seconds;
+    d["refresh_seconds"] = s.refresh_seconds;
+    d["sync_seconds"] = s.sync_seconds;
     return d;
   }
 
@@ -273,6 +279,7 @@ NB_MODULE(_core, m) {
       .def("add_group", &PythonEngine::add_group, "tensors"_a)
       .def("attach", &PythonEngine::attach, "communicator"_a, "tensors"_a, "settings"_a, "broadcast"_a, "threads"_a)
       .def("step", &PythonEngine::step, "communicator"_a, "tensors"_a, "options"_a, "threads"_a, "error"_a = "")
+      .def("next_step", &PythonEngine::next_step, "options"_a)
       .def("sync", &PythonEngine::sync, "communicator"_a, "tensors"_a, "options"_a, "threads"_a)
       .def("adopt", &PythonEngine::adopt, "tensors"_a, "options"_a, "indices"_a)
       .def("adopt_all", &PythonEngine::adopt_all, "tensors"_a, "options"_a)

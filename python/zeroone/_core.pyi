@@ -76,6 +76,7 @@ class Engine:
         threads: int,
         error: str = "",
     ) -> None: ...
+    def next_step(self, options: Sequence[_OptionsTuple]) -> int: ...
     def sync(
         self,
         communicator: Communicator,

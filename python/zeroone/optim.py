@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, overload
 
 import torch
@@ -10,7 +12,7 @@ import torch.distributed as dist
 
 from zeroone import _core, schedules
 from zeroone.distributed import make_communicator, parse_scale, tell_others
-from zeroone.stats import Stats
+from zeroone.stats import ResidualNorms, Stats, Watch
 
 __all__ = ["AdamW", "OneBitAdam", "ZeroOneAdam"]
 
@@ -100,6 +102,7 @@ class _Optimizer(torch.optim.Optimizer):
         self._vectors = _Vectors()
         self._written: list[_Written] = []  # of every parameter, in order
         self._borrowed: list[torch.Tensor] = []  # copies of gradients, alive during a call
+        self._watch = Watch()
         distributed = process_group is not None or (dist.is_available() and dist.is_initialized())
         communicator = make_communicator(process_group) if distributed else None
         try:
@@ -320,6 +323,7 @@ class _Optimizer(torch.optim.Optimizer):
             DisagreementError: ranks differ in step, learning rate or other settings, or another
                 rank failed. Parameters and state are those of before the step.
         """
+        self._watch.step_begins()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -333,7 +337,9 @@ class _Optimizer(torch.optim.Optimizer):
             failure = error
         try:
             if failure is None:
-                engine.step(communicator, self._tensors(), self._options(), torch.get_num_threads())
+                options = self._options()
+                with _range(lambda: f"step.{_kind_of_next_step(engine, options)}"):
+                    engine.step(communicator, self._tensors(), options, torch.get_num_threads())
             else:  # where the others exchange something at this step, they are told
                 message = f"{type(failure).__name__}: {failure}"
                 engine.step(communicator, [], self._options(), 1, message)
@@ -348,6 +354,7 @@ class _Optimizer(torch.optim.Optimizer):
             raise failure
         self._parameters_written()
         self._update_steps(engine)
+        self._watch.step_ended(lambda: self.stats)
         return loss
 
     def _update_steps(self, engine: _core.Engine) -> None:
@@ -365,16 +372,33 @@ class _Optimizer(torch.optim.Optimizer):
         self._adopt()
         tensors = self._tensors(gradients=False)
         try:
-            engine.sync(communicator, tensors, self._options(), torch.get_num_threads())
+            with _range(lambda: "sync"):
+                engine.sync(communicator, tensors, self._options(), torch.get_num_threads())
         except _core.CommunicationError as error:
             raise _at_step(engine.counters["step"], error) from error.__cause__
         self._parameters_written()
 
     @property
     def stats(self) -> Stats:
-        """What happened so far in this process."""
+        """What happened so far in this process. Costs some microseconds."""
         assert self._engine is not None
-        return Stats(**self._engine.stats)
+        return Stats(**self._engine.stats, elapsed_seconds=self._watch.elapsed_seconds)
+
+    def residual_norms(self) -> ResidualNorms:
+        """How much this rank still owes. Reads all residuals, 4 bytes per parameter and 4 per
+        parameter of this rank's chunk; sends nothing."""
+
+        def norm(name: str) -> float:
+            return math.hypot(
+                *(
+                    torch.linalg.vector_norm(part, dtype=torch.float64).item()
+                    for (key, _), vector in self._vectors.flat.items()
+                    if key == name
+                    for part in torch.split(vector, 2**16)  # fp64 copies that stay in the caches
+                )
+            )
+
+        return ResidualNorms(norm("worker_error"), norm("server_error"))
 
     # --- saving -------------------------------------------------------------------------------
 
@@ -520,6 +544,19 @@ def _checked_counters(saved: Any, own: dict[str, Any]) -> dict[str, Any]:
     check(saved, own, "counters")
     result: dict[str, Any] = saved
     return result
+
+
+def _range(name: Callable[[], str]) -> AbstractContextManager[object]:
+    """A range for torch's profiler: where none is active it costs 0.5 us, not 8 (measured)."""
+    if not torch.autograd.profiler._is_profiler_enabled:
+        return nullcontext()
+    return torch.profiler.record_function("zeroone." + name())
+
+
+def _kind_of_next_step(
+    engine: _core.Engine, options: Sequence[tuple[float, float, float, float, float, bool]]
+) -> str:
+    return ("local", "refresh", "sync")[engine.next_step(options)]
 
 
 def _at_step(step: int, error: Exception) -> _core.CommunicationError:
