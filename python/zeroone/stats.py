@@ -13,8 +13,13 @@ __all__ = ["ResidualNorms", "Stats", "log_stats"]
 
 _log = logging.getLogger("zeroone")
 
-# Rounds of each kind, the first not counted, before anything is said of their speed.
-_ENOUGH_ROUNDS = 8
+# Rounds, the first not counted, before anything is said of their speed. Refreshes get rare.
+_ENOUGH_REFRESHES = 8
+_ENOUGH_SYNCS = 32
+# Nobody changes the optimizer for less than a tenth.
+_CLEARLY = 1.1
+# Steps between checks: intervals often begin at 1 and grow, and an early verdict would be unfair.
+_CHECKED_EVERY = 256
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ class Stats:
 
         A dense step that sends while the backward pass still runs hides some of it.
         """
-        if not self.dense_bytes or self.refreshes <= _ENOUGH_ROUNDS:
+        if not self.dense_bytes or self.refreshes <= _ENOUGH_REFRESHES:
             return math.nan
         return self.refresh_seconds / (self.refreshes - 1)
 
@@ -87,8 +92,8 @@ class Stats:
     def step_seconds(self) -> float:
         """Mean time of this optimizer's steps so far, comparable to :attr:`dense_step_seconds`:
         (refreshes x mean refresh + syncs x mean sync + local_seconds) / steps. nan where that is
-        nan, and before 9 syncs."""
-        if self.syncs <= _ENOUGH_ROUNDS:
+        nan, and before 33 syncs."""
+        if self.syncs <= _ENOUGH_SYNCS:
             return math.nan
         refreshes = self.refreshes * self.dense_step_seconds
         syncs = self.syncs * self.sync_seconds / (self.syncs - 1)
@@ -96,9 +101,10 @@ class Stats:
 
     @property
     def dense_is_faster(self) -> bool:
-        """Whether dense averaging would have been faster so far: :attr:`dense_step_seconds` <
-        :attr:`step_seconds`. False while either is unknown."""
-        return self.dense_step_seconds < self.step_seconds
+        """Whether dense averaging would clearly have been faster so far: 1.1 times
+        :attr:`dense_step_seconds` is less than :attr:`step_seconds`. False while either is
+        unknown."""
+        return _CLEARLY * self.dense_step_seconds < self.step_seconds
 
     def __str__(self) -> str:
         if not self.steps:
@@ -178,7 +184,7 @@ class Watch:
         assert self._begin is not None
         self.elapsed_seconds = time.perf_counter() - self._begin
         self._steps += 1
-        if self._warned or self._steps % 16:  # statistics cost a few microseconds
+        if self._warned or self._steps % _CHECKED_EVERY:
             return
         now = stats()
         if now.dense_is_faster:

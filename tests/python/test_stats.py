@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -35,7 +36,8 @@ ONE_RANK = {"bytes_sent": 0, "bytes_received": 0, "dense_bytes": 0, "bits_per_pa
 
 
 def stats(**changes: Any) -> Stats:
-    return Stats(**(NUMBERS | changes))
+    others = {field.name: 0 for field in fields(Stats)}
+    return Stats(**(others | NUMBERS | changes))
 
 
 @pytest.mark.parametrize(
@@ -77,11 +79,12 @@ def test_less_than_where_nothing_was_sent() -> None:
         ({"refresh_seconds": 0.17}, 0.01, (18 * 0.01 + 200 * 0.2 + 10) / 1000),
         # Equal: every step costs what a refresh does.
         ({"steps": 218, "local_seconds": 0.0, "refresh_seconds": 3.4}, 0.2, 0.2),
-        # Only the local steps are slower.
-        ({"local_seconds": 1964.0, "steps": 1000}, 2.0, 2.04),
+        # Only the local steps are slower: by 4 %, which is noise, and by 14 %.
+        ({"local_seconds": 1964.0}, 2.0, 2.04),
+        ({"local_seconds": 2204.0}, 2.0, 2.28),
         # Not known: too few rounds of a kind, or one rank.
         ({"refreshes": 8}, math.nan, math.nan),
-        ({"syncs": 8}, 2.0, math.nan),
+        ({"syncs": 32}, 2.0, math.nan),
         (ONE_RANK, math.nan, math.nan),
     ],
 )
@@ -89,4 +92,4 @@ def test_dense_is_faster(changes: dict[str, Any], dense: float, ours: float) -> 
     found = stats(**changes)
     assert found.dense_step_seconds == pytest.approx(dense, nan_ok=True)
     assert found.step_seconds == pytest.approx(ours, nan_ok=True)
-    assert found.dense_is_faster == (dense < ours)
+    assert found.dense_is_faster == (1.1 * dense < ours)
