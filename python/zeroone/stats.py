@@ -11,7 +11,7 @@ from typing import Protocol
 
 __all__ = ["ResidualNorms", "Stats", "log_stats"]
 
-_log = logging.getLogger("zeroone")
+_logger = logging.getLogger("zeroone")
 
 # Rounds, the first not counted, before anything is said of their speed. Refreshes get rare.
 _ENOUGH_REFRESHES = 8
@@ -189,7 +189,7 @@ class Watch:
         now = stats()
         if now.dense_is_faster:
             self._warned = True
-            _log.warning(
+            _logger.warning(
                 "dense averaging would be faster on this link: so far a step of this optimizer "
                 "takes %s in the mean, and a refresh, which is what a dense step does, %s (forward "
                 "and backward pass not included)",
