@@ -13,6 +13,7 @@ between two ranks passes once, in TCP/IP packets.
 
 import argparse
 import json
+import logging
 import math
 import os
 import statistics
@@ -28,7 +29,6 @@ import closed_form
 import corpus
 import torch
 import torch.distributed as dist
-import transformers
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -101,7 +101,7 @@ class Run:
 
 def main() -> None:
     options = parse_options()
-    transformers.logging.set_verbosity_error()  # it warns about settings that we left alone
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of settings left alone
     start_process_group(options.backend)
     try:
         text = load_corpus(options)
@@ -211,7 +211,8 @@ def start_process_group(backend: str) -> None:
     if dist.is_torchelastic_launched():
         dist.init_process_group(backend, timeout=TIMEOUT)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
 def local_rank() -> int:
@@ -347,12 +348,13 @@ def make_optimizer(
 
 
 def freeze_step(options: argparse.Namespace) -> int:
-    return max(1, round(options.freeze_fraction * options.steps))
+    step: int = round(options.freeze_fraction * options.steps)
+    return max(1, step)
 
 
 def learning_rate_factor(options: argparse.Namespace) -> Callable[[int], float]:
     """Linear warm-up, then a cosine down to a tenth. A function of the steps already taken."""
-    warmup = max(1, round(options.warmup_fraction * options.steps))
+    warmup: int = max(1, round(options.warmup_fraction * options.steps))
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -395,7 +397,8 @@ def one_step(
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad()
-    return loss.item()
+    value: float = loss.item()
+    return value
 
 
 @torch.no_grad()
@@ -403,7 +406,7 @@ def validation_loss(model: torch.nn.Module, windows: torch.Tensor) -> float:
     """Mean over the whole split, of which each rank computes its part."""
     model.eval()
     total = torch.zeros(2, dtype=torch.float64)  # sum of losses, windows
-    for batch in windows.split(16):
+    for batch in torch.split(windows, 16):
         loss = model(input_ids=batch, labels=batch).loss
         total += torch.tensor([loss.item() * len(batch), len(batch)], dtype=torch.float64)
     model.train()

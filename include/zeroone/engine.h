@@ -76,6 +76,9 @@ struct Stats {
   double encode_seconds = 0;
   double exchange_seconds = 0;          // in collectives, the server step included
   double commit_seconds = 0;
+  // Of all these, those of refreshes and of syncs, each but the first, which also connects and touches new memory.
+  double refresh_seconds = 0;
+  double sync_seconds = 0;
 
   /// Bits of message per parameter and step, in which a dense fp32 exchange has 32 and a one-bit round about 1:
   /// 32 bytes_sent / dense_bytes. 0 on one rank.

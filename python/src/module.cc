@@ -100,6 +100,10 @@ class PythonEngine {
     const nb::gil_scoped_release release;
     engine_.write_mean(communicator, tensors_, options_, threads);
   }
+  int next_step(nb::handle options) {
+    read({}, options);
+    return static_cast<int>(engine_.next_step(options_));
+  }
   void sync(Communicator& communicator, nb::handle tensors, nb::handle options, int threads) {
     read(tensors, options);
     const nb::gil_scoped_release release;
@@ -181,6 +185,8 @@ class PythonEngine {
     d["encode_seconds"] = s.encode_seconds;
     d["exchange_seconds"] = s.exchange_seconds;
     d["commit_seconds"] = s.commit_seconds;
+    d["refresh_seconds"] = s.refresh_seconds;
+    d["sync_seconds"] = s.sync_seconds;
     return d;
   }
 
@@ -291,6 +297,7 @@ NB_MODULE(_core, m) {
       .def("step", &PythonEngine::step, "communicator"_a, "tensors"_a, "options"_a, "threads"_a, "max_norm"_a,
            "error"_a = "")
       .def("write_mean", &PythonEngine::write_mean, "communicator"_a, "tensors"_a, "options"_a, "threads"_a)
+      .def("next_step", &PythonEngine::next_step, "options"_a)
       .def("sync", &PythonEngine::sync, "communicator"_a, "tensors"_a, "options"_a, "threads"_a)
       .def("adopt", &PythonEngine::adopt, "tensors"_a, "options"_a, "indices"_a)
       .def("adopt_all", &PythonEngine::adopt_all, "tensors"_a, "options"_a)

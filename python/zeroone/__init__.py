@@ -16,7 +16,7 @@ from zeroone._core import (
 )
 from zeroone.distributed import OneBitAllReduce, local_gradients
 from zeroone.optim import AdamW, OneBitAdam, ZeroOneAdam
-from zeroone.stats import Stats
+from zeroone.stats import ResidualNorms, Stats, log_stats
 
 __all__ = [
     "AdamW",
@@ -25,11 +25,13 @@ __all__ = [
     "Error",
     "OneBitAdam",
     "OneBitAllReduce",
+    "ResidualNorms",
     "Stats",
     "ZeroOneAdam",
     "__version__",
     "available_instruction_sets",
     "instruction_set",
     "local_gradients",
+    "log_stats",
     "schedules",
 ]

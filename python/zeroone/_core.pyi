@@ -94,6 +94,7 @@ class Engine:
         options: Sequence[_OptionsTuple],
         threads: int,
     ) -> None: ...
+    def next_step(self, options: Sequence[_OptionsTuple]) -> int: ...
     def sync(
         self,
         communicator: Communicator,

@@ -237,7 +237,7 @@ class Engine::Impl {
   void count_born(int threads);
   /// On one rank an exact exchange needs no wire.
   bool dense_through_wire() const { return ranks_ > 1 || !recipe_.refresh_code->exact(); }
-  void finish_step(StepKind kind);
+  void finish_step(StepKind kind, double seconds);
 
   std::int64_t total_numel() const {
     std::int64_t numel = 0;
@@ -670,16 +670,18 @@ StepKind Engine::Impl::step(Communicator& communicator, std::span<const Tensor> 
   if (alone && !own_error.empty()) throw InvalidArgument(own_error);
   round.kind = static_cast<std::uint16_t>(kind);
   if (max_norm != kNoClipping && kind != StepKind::kRefresh && own_error.empty()) clip_locally(round);
+  double seconds = 0;
   const bool done = in_step([&] {
+    const Timer timer(seconds);
     if (kind == StepKind::kLocal) return local_step(round);
     return kind == StepKind::kRefresh ? refresh_round(round) : sync_round(round);
   });
   if (!done) kind = StepKind::kSkipped;
-  finish_step(kind);
+  finish_step(kind, seconds);
   return kind;
 }
 
-void Engine::Impl::finish_step(StepKind kind) {
+void Engine::Impl::finish_step(StepKind kind, double seconds) {
   if (kind == StepKind::kSkipped) {
     ++stats_.skipped_steps;
     return;
@@ -690,6 +692,8 @@ void Engine::Impl::finish_step(StepKind kind) {
     next_.last_sync = next_.step;
   }
   counters_ = next_;
+  if (kind == StepKind::kRefresh && stats_.refreshes > 1) stats_.refresh_seconds += seconds;
+  if (kind == StepKind::kSync && stats_.syncs > 1) stats_.sync_seconds += seconds;
   ++stats_.steps;
   stats_.dense_bytes += 8 * total_numel() * (ranks_ - 1) / ranks_;
 }
@@ -1054,7 +1058,12 @@ void Engine::Impl::sync(Communicator& communicator, std::span<const Tensor> tens
   check_call(communicator, tensors, options);
   if (!any_pending(counters_)) return;
   start_next(options);
-  in_step([&] { return sync_round({communicator, tensors, options, threads, {}, kSyncByCall}); });
+  double seconds = 0;
+  in_step([&] {
+    const Timer timer(seconds);
+    return sync_round({communicator, tensors, options, threads, {}, kSyncByCall});
+  });
+  if (stats_.syncs > 1) stats_.sync_seconds += seconds;
   recipe_.sync->advance(next_.sync, next_.step, lr_);
   next_.last_sync = next_.step;
   counters_ = next_;
