@@ -915,7 +915,10 @@ void Engine::Impl::set_counters(Counters counters) {
                           std::to_string(slabs_.size()));
   }
   counters_ = std::move(counters);
-  for (Slab& slab : slabs_) slab.lag = 0;  // saved vectors are settled
+  for (Slab& slab : slabs_) {
+    slab.lag = 0;            // saved vectors are settled
+    slab.has_anchor = true;  // and complete: a later attach leaves them as they are
+  }
   if (attached()) count_born(1);
 }
 

@@ -352,7 +352,7 @@ def test_state_dict_is_restored_in_another_optimizer() -> None:
     first = make(modules[0])
     train(modules[0], first, 22)
     saved = copy.deepcopy(first.state_dict())
-    assert saved["zeroone"]["counters"]["step"] == 22
+    assert trial.counters(saved)["step"] == 22
     losses = train(modules[0], first, 15)
     second = make(modules[1], lr=1.0)
     second.load_state_dict(saved)
