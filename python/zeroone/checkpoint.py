@@ -265,7 +265,7 @@ def _own(
         of_group = groups[index]["zeroone"]
         where = f"parameter group {index}"
         chunks = [_vector(of_group, f"server_error.rank{rank}", where, chunk) for rank in ranks]
-        if len(chunks) == 1:
+        if whole["world_size"] == communicator.size:
             copies.append((target, partial(_same, chunks[0]), ""))
         else:
             begin = communicator.rank * target.numel()
