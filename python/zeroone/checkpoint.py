@@ -94,13 +94,12 @@ def save(optimizer: _Optimizer) -> StateDict:
 
 
 def _saved(vectors: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    m, v = vectors["exp_avg"], vectors["exp_avg_sq"]
-    # Where v = 0 the slot of m may hold something else.
-    unborn = v == 0
     saved = {
         # One per parameter: AdamW adds 1 to each.
         "step": vectors["step"].clone(),
-        "exp_avg": m.masked_fill(unborn, 0) if bool(m[unborn].any()) else m,
+        # Where v = 0 the slot of m may hold something else. In memory of its own: a loader that
+        # fills tensors in place would write another rank's values into this rank's.
+        "exp_avg": vectors["exp_avg"].masked_fill(vectors["exp_avg_sq"] == 0, 0),
     }
     saved |= {name: vectors[name] for name in _SHARED}
     return saved | {f"{name}.rank{rank}": vectors[name] for name in _OF_RANK if name in vectors}
@@ -157,7 +156,9 @@ def _planned(
     if "zeroone" in state_dict:
         raise ValueError("this state_dict is of an older version of zeroone")
     for index, saved in enumerate(groups):
-        missing = [key for key in (*_SETTINGS, "params") if key not in saved]
+        if not isinstance(saved, Mapping) or not isinstance(saved.get("params"), list):
+            raise ValueError(f"this state_dict has a damaged parameter group {index}: {saved}")
+        missing = [key for key in _SETTINGS if key not in saved]
         if missing:
             raise ValueError(f"this state_dict lacks {missing} of parameter group {index}")
     owned = ["zeroone" in saved for saved in groups]
@@ -231,7 +232,10 @@ def _own(
     for parameter, slab, where in _places(optimizer, counters["slabs"]):
         vectors = optimizer.state[parameter]
         saved: Any = state.get(next(every_id))
-        if saved is None and not parameter.requires_grad:  # torch's distributed loader drops it
+        # Of a frozen parameter torch's distributed loader drops the state, or puts the present one.
+        if not parameter.requires_grad and (
+            saved is None or (isinstance(saved, Mapping) and saved.get("step") != slab["step"])
+        ):
             _logger.warning("no saved state of %s, which is frozen: it keeps its own", where)
             decay = slab["decay"]
             anchor = partial(_anchor_of, parameter, decay)

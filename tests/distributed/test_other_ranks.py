@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 import trial
 from test_resume import SHAPES, digest, make, train
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
     set_optimizer_state_dict,
@@ -168,8 +169,9 @@ def test_another_number_of_ranks(of: int, on: int, tmp_path: Path) -> None:
         assert (trial.counters(old[0])["slabs"][0]["pending"] > 0) == (stop == 9)
 
 
-def resumes_by_state_dict(folder: Path) -> None:
+def resumes_by_state_dict(folder: Path, template: bool, options: dict[str, bool]) -> None:
     """get_state_dict and set_state_dict, same ranks, with a parameter that is frozen."""
+    how = StateDictOptions(**options)
     parameters, optimizer = make(torch.float32, start=0.5)
     parameters[0].requires_grad_(False)  # has no gradient
     model = Model(parameters)
@@ -183,26 +185,59 @@ def resumes_by_state_dict(folder: Path) -> None:
 
     optimizer.param_groups[0]["weight_decay"] = 0.0
     run(range(1, 6))
-    of_model, of_optimizer = get_state_dict(model, optimizer)
+    of_model, of_optimizer = get_state_dict(model, optimizer, options=how)
     dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
     run(range(6, 12))
     wanted = digest(parameters, optimizer)
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    state = checkpoint.template({"model": of_model, "optimizer": of_optimizer}, folder)
+    of_model, of_optimizer = get_state_dict(model, optimizer, options=how)
+    state = {"model": of_model, "optimizer": of_optimizer}
+    if template:
+        state = checkpoint.template(state, folder)
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(
         model,
         optimizer,
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
+        options=how,
     )
     run(range(6, 12))
     assert digest(parameters, optimizer) == wanted
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_state_dict_functions_of_torch(ranks: int, tmp_path: Path) -> None:
-    launch.run_ranks(resumes_by_state_dict, ranks, tmp_path)
+@pytest.mark.parametrize(
+    ("template", "options"),
+    [
+        (True, {}),
+        (False, {}),
+        (True, {"cpu_offload": True}),
+        (False, {"full_state_dict": True}),  # torch knows no keys but this rank's then
+    ],
+)
+def test_state_dict_functions_of_torch(
+    ranks: int, template: bool, options: dict[str, bool], tmp_path: Path
+) -> None:
+    launch.run_ranks(resumes_by_state_dict, ranks, tmp_path, template, options)
+
+
+def resumes_without_template(folder: Path) -> None:
+    parameters, optimizer = make(torch.float32, start=0.5)
+    for t in train(parameters, optimizer, range(1, 17)):
+        if t == 9:
+            dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=folder)
+    wanted = digest(parameters, optimizer)
+    parameters, optimizer = make(torch.float32, start=-1.0)
+    state = {"optimizer": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    optimizer.load_state_dict(state["optimizer"])
+    for _ in train(parameters, optimizer, range(10, 17)):
+        pass
+    assert digest(parameters, optimizer) == wanted
+
+
+def test_plain_dcp_on_the_same_ranks(tmp_path: Path) -> None:
+    launch.run_ranks(resumes_without_template, 2, tmp_path)
 
 
 def refuses(folder: Path) -> list[str]:

@@ -218,6 +218,7 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], None]] = {
     "SGD": of_sgd,
     "param_groups": without("param_groups"),
     "group": without("param_groups", 1),
+    "tensors": without("param_groups", 0, "params"),
     "fewer tensors": fewer_tensors,
     "state": without("state"),
     "tensor": without("state", 1),

@@ -47,7 +47,7 @@ def test_python_sample(text: str, tmp_path: Path) -> None:
             *torchrun[1].split(),
             str(program),
         ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     if "print(" in text:
         assert "bits per parameter and step" in result.stdout
