@@ -32,8 +32,11 @@ class Code {
   virtual ~Code() = default;
   virtual std::string describe() const = 0;
 
-  /// Whether decode(encode(x)) may differ from x: then the exchange keeps residuals.
-  virtual bool lossy() const = 0;
+  /// Whether the exchange keeps what the code loses, and adds it to what it sends next.
+  virtual bool error_feedback() const = 0;
+
+  /// Whether decode(encode(x)) is x.
+  virtual bool exact() const = 0;
 
   /// Bytes of one section.
   virtual std::int64_t section_bytes(const ChunkShape& chunk) const = 0;
@@ -56,6 +59,10 @@ using CodePtr = std::shared_ptr<const Code>;
 
 /// fp32 as it is: 4 bytes per element.
 CodePtr identity_code();
+
+/// bf16 or fp16, rounded to nearest even, without error feedback: 2 bytes per element. A value that overflows can't be
+/// encoded. The mean is taken in fp32. Throws InvalidArgument if `dtype` is fp32.
+CodePtr half_code(DType dtype);
 
 /// One sign bit per element and one fp32 scale per block: scales first, then bits, element i of the chunk in bit
 /// i % 8 (least significant first) of byte i / 8; 1 means negative, and 0 and -0 count as positive.

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <span>
 #include <string>
@@ -40,6 +41,7 @@ struct SlabCounters {
   double sum = 0;             // S, of the pending steps
   double previous_sum = 0;    // S of the last compressed round; 0: there was none
   double decay = 1;           // P, of the pending steps
+  std::vector<std::int64_t> frozen;  // tensors that take no part; changes only where nothing is pending
 
   friend bool operator==(const SlabCounters&, const SlabCounters&) = default;
 };
@@ -50,6 +52,7 @@ struct Counters {
   std::int64_t last_sync = 0;
   ScheduleState refresh;
   ScheduleState sync;
+  bool births_due = false;  // at the last sync some rank kept gradients of unborn coordinates
   std::vector<SlabCounters> slabs;
 
   friend bool operator==(const Counters&, const Counters&) = default;
@@ -62,6 +65,7 @@ struct Stats {
   std::int64_t rounds = 0;              // exchanges: refreshes + syncs
   std::int64_t refreshes = 0;
   std::int64_t syncs = 0;
+  std::int64_t alike_refreshes = 0;     // in which all ranks sent the same, not zero
   std::int64_t skipped_steps = 0;       // no rank had a finite gradient: nothing was changed
   std::int64_t nonfinite_gradients = 0;  // steps in which this rank's gradient counted as zero
   std::int64_t bytes_sent = 0;          // handed to the network by this rank in rounds, headers and padding included
@@ -77,6 +81,9 @@ struct Stats {
   /// 32 bytes_sent / dense_bytes. 0 on one rank.
   double bits_per_parameter_step() const;
 };
+
+/// No clipping.
+inline constexpr double kNoClipping = std::numeric_limits<double>::infinity();
 
 /// What a step did.
 enum class StepKind : std::uint8_t { kLocal = 0, kRefresh = 1, kSync = 2, kSkipped = 3 };
@@ -103,9 +110,10 @@ class Engine {
   bool attached() const;
 
   /// One optimizer step. `tensors` are all groups' parameters in order. `error`, if not empty, is a failure of this
-  /// rank's caller: at a step with an exchange it reaches all ranks, which throw.
+  /// rank's caller: at a step with an exchange it reaches all ranks, which throw. The gradient over all groups is
+  /// clipped to l2 norm `max_norm`: at a refresh the mean over the ranks, otherwise this rank's own.
   StepKind step(Communicator& communicator, std::span<const Tensor> tensors, std::span<const GroupOptions> options,
-                int threads = 1, std::string_view error = {});
+                int threads = 1, std::string_view error = {}, double max_norm = kNoClipping);
 
   /// What the next `step` will do if some rank's gradient is finite.
   StepKind next_step(std::span<const GroupOptions> options) const;
@@ -113,6 +121,12 @@ class Engine {
   /// Makes all replicas equal now; sends nothing if no local step is pending. A collective.
   void sync(Communicator& communicator, std::span<const Tensor> tensors, std::span<const GroupOptions> options,
             int threads = 1);
+
+  /// Writes to the parameters what they would be if all ranks' pending steps were averaged exactly: equal on all
+  /// ranks. The state does not change; `write_parameters` goes back. A collective: one dense fp32 exchange, none if no
+  /// local step is pending.
+  void write_mean(Communicator& communicator, std::span<const Tensor> tensors, std::span<const GroupOptions> options,
+                  int threads = 1);
 
   /// The caller has written new values to the parameters `indices`: the anchor takes them, and pending local steps
   /// of these parameters are dropped. Where the values are those the engine wrote, nothing changes. The next round

@@ -24,7 +24,7 @@ struct Recipe {
   SchedulePtr sync;     // when u is averaged through `code`
   PreconditionerPtr preconditioner;
   CodePtr code;
-  CodePtr refresh_code;
+  CodePtr refresh_code;  // of the dense exchanges; without error feedback
   CollectivePtr collective;
   Accumulate accumulate = Accumulate::kSteps;
   bool bias_correction = true;
@@ -32,13 +32,14 @@ struct Recipe {
 
 /// 0/1 Adam, 2202.06009: v refreshed at `variance_schedule`, one sign bit at `sync_schedule`.
 Recipe zero_one_adam(SchedulePtr variance_schedule = doubling(16), SchedulePtr sync_schedule = learning_rate_tied(16),
-                     Scale scale = Scale::kL1, bool bias_correction = true);
+                     Scale scale = Scale::kL1, bool bias_correction = true, CodePtr dense = identity_code());
 
 /// 1-bit Adam, 2102.02888: dense Adam for `warmup_steps`, then v frozen and one bit every step.
-Recipe one_bit_adam(std::int64_t warmup_steps, Scale scale = Scale::kL1, bool bias_correction = true);
+Recipe one_bit_adam(std::int64_t warmup_steps, Scale scale = Scale::kL1, bool bias_correction = true,
+                    CodePtr dense = identity_code());
 
 /// Exact data-parallel AdamW, 1711.05101: a dense refresh every step.
-Recipe adamw(bool bias_correction = true);
+Recipe adamw(bool bias_correction = true, CodePtr dense = identity_code());
 
 /// One row of the documentation's table.
 struct Algorithm {

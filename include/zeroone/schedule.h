@@ -32,23 +32,30 @@ class Schedule {
   /// Parsable text, e.g. "Doubling(kappa=16, until=None)"; part of the ranks' agreement.
   virtual std::string describe() const = 0;
 
-  /// Whether an event is due at `step`. It stays due until `advance` is called.
-  virtual bool due(const ScheduleState& state, std::int64_t step) const { return step >= state.next; }
+  /// Whether a point of the schedule has been reached. It stays so until `advance` is called.
+  virtual bool reached(const ScheduleState& state, std::int64_t step) const { return step >= state.next; }
 
-  /// The event took place at `step` under the groups' learning rates `lr`: fixes the next one.
+  /// The last step at which a point is an event. The points after it serve the births of late coordinates alone.
+  virtual std::int64_t until() const { return kNever; }
+
+  /// Whether an event is due at `step`.
+  bool due(const ScheduleState& state, std::int64_t step) const { return step <= until() && reached(state, step); }
+
+  /// The event took place, or the point was passed, at `step` under the groups' learning rates `lr`: fixes the next one.
   void advance(ScheduleState& state, std::int64_t step, std::span<const double> lr) const;
 
   /// Called once per step, before `due`.
   static void observe(ScheduleState& state, std::span<const double> lr);
 
  protected:
-  /// The step of the event after the one at `step`, whose index is state.index; > step, or kNever.
+  /// The step of the point after the one at `step`, whose index is state.index; > step, or kNever.
   virtual std::int64_t next_after(const ScheduleState& state, std::int64_t step, std::span<const double> lr) const = 0;
 };
 
 using SchedulePtr = std::shared_ptr<const Schedule>;
 
-/// At steps 1, 2, 3, ..., `until` (inclusive; kNever: no end). Throws InvalidArgument if until < 1.
+/// At steps 1, 2, 3, ..., `until` (inclusive; kNever: no end); points after `until` as sparse as those of doubling(16)
+/// at that step. Throws InvalidArgument if until < 1.
 SchedulePtr every_step(std::int64_t until = kNever);
 
 /// At step 1 and then `interval` steps after the event before. Throws InvalidArgument if interval < 1.

@@ -20,12 +20,15 @@ struct TensorSpec {
 };
 
 /// One parameter's memory, owned by the caller, contiguous, collected anew at every call.
-/// A null `gradient` counts as zero.
+/// A null `gradient` counts as zero. A `frozen` tensor stays as it is: it takes no part from the next step on before which
+/// no local step is pending; all ranks freeze the same.
 struct Tensor {
   void* data = nullptr;
   const void* gradient = nullptr;
   DType dtype = DType::kFloat32;
   DType gradient_dtype = DType::kFloat32;
+  float gradient_factor = 1;  // what the gradient is multiplied by, in fp32, when it is read (1 / loss scale)
+  bool frozen = false;
 };
 
 /// Settings of one parameter group in one step. Checked by `validate`.

@@ -10,6 +10,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "engine/hash.h"
 #include "zeroone/version.h"
 #include "zeroone/zeroone.h"
 
@@ -64,8 +65,8 @@ class PythonCommunicator : public Communicator {
   nb::object operations_;
 };
 
-// (address, gradient's address or 0, type, gradient's type)
-using TensorTuple = std::tuple<std::uintptr_t, std::uintptr_t, int, int>;
+// (address, gradient's address or 0, type, gradient's type, gradient's factor, frozen)
+using TensorTuple = std::tuple<std::uintptr_t, std::uintptr_t, int, int, float, bool>;
 // (lr, beta1, beta2, eps, weight_decay, maximize)
 using OptionsTuple = std::tuple<double, double, double, double, double, bool>;
 
@@ -88,11 +89,16 @@ class PythonEngine {
     read(tensors, {});
     engine_.attach(communicator, tensors_, settings, broadcast, {}, threads);
   }
-  void step(Communicator& communicator, nb::handle tensors, nb::handle options, int threads,
-                const std::string& error) {
+  void step(Communicator& communicator, nb::handle tensors, nb::handle options, int threads, double max_norm,
+            const std::string& error) {
     read(tensors, options);
     const nb::gil_scoped_release release;
-    engine_.step(communicator, tensors_, options_, threads, error);
+    engine_.step(communicator, tensors_, options_, threads, error, max_norm);
+  }
+  void write_mean(Communicator& communicator, nb::handle tensors, nb::handle options, int threads) {
+    read(tensors, options);
+    const nb::gil_scoped_release release;
+    engine_.write_mean(communicator, tensors_, options_, threads);
   }
   void sync(Communicator& communicator, nb::handle tensors, nb::handle options, int threads) {
     read(tensors, options);
@@ -125,6 +131,7 @@ class PythonEngine {
       slab["sum"] = s.sum;
       slab["previous_sum"] = s.previous_sum;
       slab["decay"] = s.decay;
+      slab["frozen"] = s.frozen;
       slabs.append(slab);
     }
     nb::dict result;
@@ -132,6 +139,7 @@ class PythonEngine {
     result["last_sync"] = c.last_sync;
     result["refresh"] = schedule(c.refresh);
     result["sync"] = schedule(c.sync);
+    result["births_due"] = c.births_due;
     result["slabs"] = slabs;
     return result;
   }
@@ -142,11 +150,13 @@ class PythonEngine {
     c.last_sync = nb::cast<std::int64_t>(d["last_sync"]);
     c.refresh = schedule(nb::cast<nb::dict>(d["refresh"]));
     c.sync = schedule(nb::cast<nb::dict>(d["sync"]));
+    c.births_due = nb::cast<bool>(d["births_due"]);
     for (nb::handle item : nb::cast<nb::list>(d["slabs"])) {
       const auto slab = nb::cast<nb::dict>(item);
       c.slabs.push_back({nb::cast<std::int64_t>(slab["step"]), nb::cast<std::int64_t>(slab["refreshes"]),
                          nb::cast<std::int64_t>(slab["pending"]), nb::cast<double>(slab["sum"]),
-                         nb::cast<double>(slab["previous_sum"]), nb::cast<double>(slab["decay"])});
+                         nb::cast<double>(slab["previous_sum"]), nb::cast<double>(slab["decay"]),
+                         nb::cast<std::vector<std::int64_t>>(slab["frozen"])});
     }
     engine_.set_counters(std::move(c));
   }
@@ -159,6 +169,7 @@ class PythonEngine {
     d["rounds"] = s.rounds;
     d["refreshes"] = s.refreshes;
     d["syncs"] = s.syncs;
+    d["alike_refreshes"] = s.alike_refreshes;
     d["skipped_steps"] = s.skipped_steps;
     d["nonfinite_gradients"] = s.nonfinite_gradients;
     d["bytes_sent"] = s.bytes_sent;
@@ -201,9 +212,9 @@ class PythonEngine {
     if (tensors.is_valid()) {
       tensors_.clear();
       for (nb::handle item : tensors) {
-        const auto [data, gradient, dtype, gradient_dtype] = nb::cast<TensorTuple>(item);
+        const auto [data, gradient, dtype, gradient_dtype, factor, frozen] = nb::cast<TensorTuple>(item);
         tensors_.push_back({reinterpret_cast<void*>(data), reinterpret_cast<const void*>(gradient),
-                            static_cast<DType>(dtype), static_cast<DType>(gradient_dtype)});
+                            static_cast<DType>(dtype), static_cast<DType>(gradient_dtype), factor, frozen});
       }
     }
     if (options.is_valid()) {
@@ -255,9 +266,14 @@ NB_MODULE(_core, m) {
   nb::enum_<Scale>(m, "Scale").value("L1", Scale::kL1).value("L2", Scale::kL2);
 
   nb::class_<Recipe>(m, "Recipe").def_ro("name", &Recipe::name);
-  m.def("zero_one_adam", &zero_one_adam, "variance_schedule"_a, "sync_schedule"_a, "scale"_a, "bias_correction"_a);
-  m.def("one_bit_adam", &one_bit_adam, "warmup_steps"_a, "scale"_a, "bias_correction"_a);
-  m.def("adamw", &adamw, "bias_correction"_a);
+  nb::class_<Code>(m, "Code").def("describe", &Code::describe);
+  m.def("identity_code", &identity_code);
+  m.def("bf16_code", [] { return half_code(DType::kBFloat16); });
+  m.def("fp16_code", [] { return half_code(DType::kFloat16); });
+  m.def("zero_one_adam", &zero_one_adam, "variance_schedule"_a, "sync_schedule"_a, "scale"_a, "bias_correction"_a,
+        "dense"_a);
+  m.def("one_bit_adam", &one_bit_adam, "warmup_steps"_a, "scale"_a, "bias_correction"_a, "dense"_a);
+  m.def("adamw", &adamw, "bias_correction"_a, "dense"_a);
   m.def("algorithms", [] {
     std::vector<std::tuple<std::string, std::string, std::string, std::string, std::string, std::string>> rows;
     for (const Algorithm& a : algorithms()) {
@@ -272,7 +288,9 @@ NB_MODULE(_core, m) {
            "recipe"_a, "groups"_a, "allocate"_a)
       .def("add_group", &PythonEngine::add_group, "tensors"_a)
       .def("attach", &PythonEngine::attach, "communicator"_a, "tensors"_a, "settings"_a, "broadcast"_a, "threads"_a)
-      .def("step", &PythonEngine::step, "communicator"_a, "tensors"_a, "options"_a, "threads"_a, "error"_a = "")
+      .def("step", &PythonEngine::step, "communicator"_a, "tensors"_a, "options"_a, "threads"_a, "max_norm"_a,
+           "error"_a = "")
+      .def("write_mean", &PythonEngine::write_mean, "communicator"_a, "tensors"_a, "options"_a, "threads"_a)
       .def("sync", &PythonEngine::sync, "communicator"_a, "tensors"_a, "options"_a, "threads"_a)
       .def("adopt", &PythonEngine::adopt, "tensors"_a, "options"_a, "indices"_a)
       .def("adopt_all", &PythonEngine::adopt_all, "tensors"_a, "options"_a)
@@ -306,6 +324,10 @@ NB_MODULE(_core, m) {
       [](std::uintptr_t address, std::size_t bytes) { prefer_huge_pages(reinterpret_cast<void*>(address), bytes); },
       "address"_a, "bytes"_a);
   m.def("skew_of", &skew_of, "index"_a);
+  m.def(
+      "hash_bytes",
+      [](std::uintptr_t address, std::size_t bytes) { return hash_bytes(reinterpret_cast<const void*>(address), bytes); },
+      "address"_a, "bytes"_a);
 
   m.def("available_instruction_sets", &available_instruction_sets);
   m.def("instruction_set", &instruction_set);

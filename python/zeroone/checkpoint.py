@@ -9,8 +9,7 @@ What is not of a parameter is in every saved group under "zeroone".
 from __future__ import annotations
 
 import copy
-import ctypes
-import hashlib
+import json
 import logging
 import os
 import re
@@ -78,8 +77,8 @@ def save(optimizer: _Optimizer) -> StateDict:
             "format": _FORMAT,
             "algorithm": type(optimizer).__name__,
             "world_size": communicator.size,
-            "counters": copy.deepcopy(counters),
-            "slab": slab,
+            "counters": _packed(counters),
+            "slab": _packed(slab),
         }
         if (server_error := optimizer._vectors.flat.get(("server_error", index))) is not None:
             own[f"server_error.rank{rank}"] = server_error
@@ -91,6 +90,19 @@ def save(optimizer: _Optimizer) -> StateDict:
         replaced = post_hook(optimizer, result)
         result = result if replaced is None else replaced
     return result
+
+
+def _packed(counters: Any) -> Any:
+    """Lists as text: torch's loaders lose empty ones where they flatten a state dict."""
+    if isinstance(counters, Mapping):
+        return {key: _packed(value) for key, value in counters.items()}
+    return json.dumps(counters) if isinstance(counters, list) else counters
+
+
+def _unpacked(counters: Any) -> Any:
+    if isinstance(counters, Mapping):
+        return {key: _unpacked(value) for key, value in counters.items()}
+    return json.loads(counters) if isinstance(counters, str) else counters
 
 
 def _saved(vectors: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
@@ -139,7 +151,7 @@ def load(
     for group, settings in zip(optimizer.param_groups, plan.groups, strict=True):
         group.update(settings)
     engine.counters = plan.counters
-    optimizer._update_steps(engine)
+    optimizer._update_steps(engine.counters)
     engine.write_parameters(optimizer._tensors(gradients=False), optimizer._options())
     optimizer._parameters_written()
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
@@ -184,14 +196,18 @@ def _planned(
     for index, saved in enumerate(settings):
         values = [str(saved.get(key)) for key in (*_SETTINGS, "maximize")]
         facts.append((f"saved settings of parameter group {index}", ", ".join(values)))
-    facts += [(f"saved {what}", _hash(source())) for _, source, what in copies if what]
+    facts += [
+        (f"saved {what}", hash_of(source().to("cpu", torch.float32)))
+        for _, source, what in copies
+        if what
+    ]
     return _Plan(counters, settings, copies, facts)
 
 
-def _hash(values: torch.Tensor) -> str:
-    values = values.detach().to("cpu", torch.float32).contiguous()
-    data = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
+def hash_of(tensor: torch.Tensor) -> str:
+    """What ranks compare of a tensor."""
+    values = tensor.contiguous()
+    return f"bytes with hash {_core.hash_bytes(values.data_ptr(), values.nbytes):016x}"
 
 
 def _own(
@@ -222,9 +238,15 @@ def _own(
     if not isinstance(whole["counters"], Mapping):
         raise ValueError(f"this state_dict has damaged counters: {whole['counters']!r}")
     counters = _checked_counters(
-        {**whole["counters"], "slabs": [saved["zeroone"].get("slab") for saved in groups]},
+        {
+            **_unpacked(whole["counters"]),
+            "slabs": [_unpacked(saved["zeroone"].get("slab")) for saved in groups],
+        },
         engine.counters,
     )
+    for slab, size in zip(counters["slabs"], sizes, strict=True):
+        if not all(0 <= i < size for i in slab["frozen"]):
+            raise ValueError(f"this state_dict has damaged frozen tensors: {slab['frozen']}")
     ranks = _ranks_to_read(whole["world_size"], communicator, groups, state)
 
     copies: list[_Copy] = []
@@ -347,7 +369,7 @@ def _checked_counters(saved: Any, own: dict[str, Any]) -> dict[str, Any]:
                     raise ValueError(f"this state_dict has {len(found)} {where}")
                 for item, value in zip(found, expected, strict=True):
                     check(item, value, where)
-            elif not all(isinstance(item, float) for item in found):
+            elif not all(type(item) is (int if "frozen" in where else float) for item in found):
                 raise ValueError(f"this state_dict has damaged {where}: {found}")
         elif type(found) is not type(expected):
             raise ValueError(f"this state_dict has damaged {where}: {found!r}")
@@ -522,7 +544,7 @@ def _taken_over(
         steps = [0 if part is None else _step_of(part["step"]) for part in parts]
         step = max(steps, default=0)
         slabs.append({"step": step, "refreshes": step, "pending": 0, "sum": 0.0})
-        slabs[-1] |= {"previous_sum": 0.0, "decay": 1.0}
+        slabs[-1] |= {"previous_sum": 0.0, "decay": 1.0, "frozen": []}
         for number, (parameter, part, own_step) in enumerate(
             zip(group["params"], parts, steps, strict=True)
         ):
@@ -548,6 +570,7 @@ def _taken_over(
         {
             "step": step,
             "last_sync": step,
+            "births_due": False,
             "refresh": position,
             "sync": copy.deepcopy(position),
             "slabs": slabs,
@@ -670,5 +693,5 @@ def set_state(optimizer: _Optimizer, state: dict[str, Any]) -> None:
         optimizer._make_state(index)
     if state["counters"] is not None:
         engine.counters = state["counters"]
-        optimizer._update_steps(engine)
+        optimizer._update_steps(engine.counters)
         optimizer._remember_parameters()

@@ -218,6 +218,14 @@ def parse_scale(scale: str) -> _core.Scale:
         raise ValueError(f"Invalid scale: {scale!r} (must be 'l1' or 'l2')") from None
 
 
+def parse_dense_wire(wire: str) -> _core.Code:
+    """The native code; raises ValueError."""
+    codes = {"fp32": _core.identity_code, "bf16": _core.bf16_code, "fp16": _core.fp16_code}
+    if wire not in codes:
+        raise ValueError(f"Invalid dense_wire: {wire!r} (must be 'fp32', 'bf16' or 'fp16')")
+    return codes[wire]()
+
+
 def tell_others(communicator: _core.Communicator, failure: Exception) -> None:
     """Makes the other ranks, which are about to agree on something, raise this rank's failure."""
     try:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, overload
 
@@ -11,10 +14,12 @@ import torch
 import torch.distributed as dist
 
 from zeroone import _core, checkpoint, schedules
-from zeroone.distributed import make_communicator, parse_scale, tell_others
+from zeroone.distributed import make_communicator, parse_dense_wire, parse_scale, tell_others
 from zeroone.stats import Stats
 
 __all__ = ["AdamW", "OneBitAdam", "ZeroOneAdam"]
+
+_logger = logging.getLogger("zeroone")
 
 # Codes of zeroone::DType.
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -73,14 +78,24 @@ def _check_parameter(name: str, parameter: torch.Tensor) -> None:
             f"parameter {name} has type {parameter.dtype}; supported are "
             + ", ".join(str(dtype) for dtype in _DTYPES)
         )
-    if parameter.layout != torch.strided or not parameter.is_contiguous():
-        raise ValueError(f"parameter {name} is not contiguous; make it so with .contiguous()")
+    if parameter.layout != torch.strided:
+        raise ValueError(f"parameter {name} has layout {parameter.layout}; supported is strided")
+    sizes_and_strides = zip(parameter.shape, parameter.stride(), strict=True)
+    if parameter.numel() and any(size > 1 and stride == 0 for size, stride in sizes_and_strides):
+        raise ValueError(
+            f"parameter {name} has elements that share memory (strides {parameter.stride()}); "
+            "make it whole with .contiguous()"
+        )
     if parameter.device.type != "cpu":
         raise ValueError(f"parameter {name} is on {parameter.device}; supported is the CPU")
 
 
 class _Optimizer(torch.optim.Optimizer):
     """What the algorithms share. They differ in the recipe that their constructor makes."""
+
+    # A GradScaler then calls `step` on every rank in every step and leaves the unscaling to it.
+    # A rank whose gradient overflowed counts as zero in the mean; its own scaler lowers its scale.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -134,6 +149,9 @@ class _Optimizer(torch.optim.Optimizer):
         self._vectors = _Vectors()
         self._written: list[_Written] = []  # of every parameter, in order
         self._borrowed: list[torch.Tensor] = []  # copies of gradients, alive during a call
+        self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []  # strided, and a dense copy
+        self._max_norm = math.inf
+        self._is_consolidated = False
         self._of: tuple[int, int] | None = None  # the rank, and of how many, that the state is of
         self._to_attach: _core.Communicator | None = None  # of what this is a copy of
 
@@ -281,20 +299,34 @@ class _Optimizer(torch.optim.Optimizer):
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def _tensors(self, gradients: bool = True) -> list[tuple[int, int, int, int]]:
-        """Addresses of parameters and gradients, collected anew at every call."""
+    def _tensors(self, gradients: bool = True) -> list[tuple[int, int, int, int, float, bool]]:
+        """Addresses of parameters and gradients, collected anew at every call.
+
+        A strided parameter is worked on in a dense copy; `_parameters_written` writes it back.
+        """
+        self._staged.clear()
+        factor = 1.0
+        scale: torch.Tensor | None = getattr(self, "grad_scale", None)  # set by a GradScaler
+        if scale is not None:
+            factor = 1 / float(scale)
         tensors = []
         for parameter in self._parameters():
+            data: torch.Tensor = parameter
+            if not parameter.is_contiguous():
+                data = parameter.detach().contiguous()
+                self._staged.append((parameter, data))
             gradient = parameter.grad if gradients else None
             if gradient is not None and not gradient.is_contiguous():
                 gradient = gradient.contiguous()
                 self._borrowed.append(gradient)
             tensors.append(
                 (
-                    parameter.data_ptr(),
+                    data.data_ptr(),
                     0 if gradient is None else gradient.data_ptr(),
                     _DTYPES[parameter.dtype],
                     0 if gradient is None else _DTYPES[gradient.dtype],
+                    factor,
+                    not parameter.requires_grad and gradient is None,
                 )
             )
         return tensors
@@ -304,6 +336,12 @@ class _Optimizer(torch.optim.Optimizer):
             _check_options(group)
             for name, parameter in self._named(group, index):
                 _check_parameter(name, parameter)
+                shape = self.state[parameter]["anchor"].shape
+                if parameter.shape != shape:
+                    raise RuntimeError(
+                        f"parameter {name} has shape {list(parameter.shape)}, at construction it "
+                        f"had {list(shape)}"
+                    )
                 gradient = parameter.grad
                 if gradient is None:
                     continue
@@ -311,6 +349,11 @@ class _Optimizer(torch.optim.Optimizer):
                     raise RuntimeError(
                         f"the gradient of parameter {name} is sparse ({gradient.layout}); make the "
                         "layer with sparse=False"
+                    )
+                if gradient.shape != shape:
+                    raise RuntimeError(
+                        f"the gradient of parameter {name} has shape {list(gradient.shape)}, the "
+                        f"parameter {list(shape)}"
                     )
                 if gradient.dtype not in _DTYPES or gradient.device.type != "cpu":
                     raise RuntimeError(
@@ -323,6 +366,9 @@ class _Optimizer(torch.optim.Optimizer):
 
     def _parameters_written(self) -> None:
         """Tells autograd, and remembers what was written."""
+        for parameter, data in self._staged:
+            parameter.copy_(data)
+        self._staged.clear()
         torch.autograd.graph.increment_version(self._parameters())
         self._remember_parameters()
 
@@ -339,6 +385,8 @@ class _Optimizer(torch.optim.Optimizer):
             )
             if not written.is_still(parameter)
         ]
+        if self._is_consolidated:
+            raise RuntimeError("not inside consolidated(): its parameters are not the optimizer's")
         if changed:
             self._engine.adopt(self._tensors(gradients=False), self._options(), changed)
 
@@ -351,7 +399,27 @@ class _Optimizer(torch.optim.Optimizer):
         do the same; the next exchange verifies it.
         """
         engine, _ = self._attached()
+        self._adopt()
         engine.adopt_all(self._tensors(gradients=False), self._options())
+
+    def clip_grad_norm_(self, max_norm: float) -> None:
+        """Clips the gradient of the next :meth:`step`, over all parameters, to an l2 norm.
+
+        At a refresh the *mean* gradient g over the ranks is clipped, as in dense training:
+        g min(1, max_norm / (norm(g) + 1e-6)). At other steps no rank knows g: each clips its own
+        gradient g_i by its own norm, g_i min(1, max_norm / (norm(g_i) + 1e-6)). A local gradient is
+        the longer of the two (by the noise of its batch), so ``max_norm`` bites more often there.
+
+        Gradients are left as they are; those of a loss scaler are unscaled first. Not a
+        collective, but every rank must ask for the same. Cost: one pass over the gradient.
+        ``torch.nn.utils.clip_grad_norm_`` works, too, and clips each rank's gradient at every step.
+
+        Raises:
+            ValueError: ``max_norm`` is not positive.
+        """
+        if not max_norm > 0:
+            raise ValueError(f"Invalid max_norm: {max_norm} (must be positive)")
+        self._max_norm = float(max_norm)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -380,11 +448,13 @@ class _Optimizer(torch.optim.Optimizer):
         except (RuntimeError, ValueError) as error:
             failure = error
         try:
+            options, max_norm = self._options(), self._max_norm
             if failure is None:
-                engine.step(communicator, self._tensors(), self._options(), torch.get_num_threads())
+                threads = torch.get_num_threads()
+                engine.step(communicator, self._tensors(), options, threads, max_norm)
             else:  # where the others exchange something at this step, they are told
                 message = f"{type(failure).__name__}: {failure}"
-                engine.step(communicator, [], self._options(), 1, message)
+                engine.step(communicator, [], options, 1, max_norm, message)
         except _core.CommunicationError as error:
             raise _at_step(engine.counters["step"] + 1, error) from error.__cause__
         except (_core.DisagreementError, ValueError):
@@ -394,12 +464,20 @@ class _Optimizer(torch.optim.Optimizer):
             self._borrowed.clear()
         if failure is not None:
             raise failure
+        self._max_norm = math.inf
         self._parameters_written()
-        self._update_steps(engine)
+        counters = engine.counters
+        self._update_steps(counters)
+        if counters["step"] == 1 and engine.stats["alike_refreshes"] == 1:
+            _logger.warning(
+                "all ranks had the same gradient at the first step: it looks already averaged (for "
+                "DistributedDataParallel call zeroone.local_gradients(module) first), or every "
+                "rank reads the same data"
+            )
         return loss
 
-    def _update_steps(self, engine: _core.Engine) -> None:
-        for group, slab in zip(self.param_groups, engine.counters["slabs"], strict=True):
+    def _update_steps(self, counters: dict[str, Any]) -> None:
+        for group, slab in zip(self.param_groups, counters["slabs"], strict=True):
             if group["params"]:
                 self.state[group["params"][0]]["step"].fill_(slab["step"])
 
@@ -417,6 +495,65 @@ class _Optimizer(torch.optim.Optimizer):
         except _core.CommunicationError as error:
             raise _at_step(engine.counters["step"], error) from error.__cause__
         self._parameters_written()
+
+    @contextmanager
+    def consolidated(self) -> Iterator[None]:
+        """Within the context the parameters are the exact mean of the replicas, equal on all ranks.
+
+        For evaluation and export inside an interval: unlike :meth:`sync` it leaves the training
+        as it is, and afterwards the parameters are this rank's own again, bit for bit; what was
+        written to them within is lost. Entering is a collective: one dense fp32 exchange, nothing
+        where no local step is pending. The optimizer can't step within.
+
+        Raises:
+            CommunicationError, DisagreementError: as :meth:`sync`.
+            RuntimeError: a step, sync or second context within.
+        """
+        with torch.no_grad():
+            engine, communicator = self._attached()
+            self._adopt()
+            arguments = self._tensors(gradients=False), self._options()
+            try:
+                engine.write_mean(communicator, *arguments, torch.get_num_threads())
+            except _core.CommunicationError as error:
+                raise _at_step(engine.counters["step"], error) from error.__cause__
+            self._parameters_written()
+        self._is_consolidated = True
+        try:
+            yield
+        finally:
+            self._is_consolidated = False
+            with torch.no_grad():
+                engine.write_parameters(self._tensors(gradients=False), self._options())
+                self._parameters_written()
+
+    @torch.no_grad()
+    def check_replicas(self) -> None:
+        """Verifies that what must be equal on all ranks is: counters, settings, and per tensor the
+        anchor, the second moment and, where no local step is pending, momentum and parameter.
+
+        A collective. Cost: one pass over the state and an exchange of a few bytes.
+
+        Raises:
+            DisagreementError: on every rank, naming the first tensor that differs, and two ranks.
+        """
+        engine, communicator = self._attached()
+        counters = engine.counters
+        pending = any(slab["pending"] > 0 for slab in counters["slabs"])
+        lines = [("counters", str(counters)), ("settings", str(self._options()))]
+        for index, group in enumerate(self.param_groups):
+            for name, parameter in self._named(group, index):
+                state = self.state[parameter]
+                values = {"anchor": state["anchor"], "exp_avg_sq": state["exp_avg_sq"]}
+                if not pending:
+                    born = state["exp_avg_sq"] > 0
+                    values["exp_avg"] = torch.where(born, state["exp_avg"], 0)
+                    values["parameter"] = parameter.detach()
+                lines += [
+                    (f"{what} of {name}", checkpoint.hash_of(value))
+                    for what, value in values.items()
+                ]
+        _core.agree(communicator, lines)
 
     @property
     def stats(self) -> Stats:
@@ -489,19 +626,31 @@ def _check_options(group: dict[str, Any]) -> None:
 
 # What makes a recipe anew in a copy; functions of the module, so that they can be pickled.
 def _zero_one_adam(
-    variance: schedules.Schedule, sync: schedules.Schedule, scale: str, bias_correction: bool
+    variance: schedules.Schedule,
+    sync: schedules.Schedule,
+    scale: str,
+    bias_correction: bool,
+    dense_wire: str,
 ) -> _core.Recipe:
     return _core.zero_one_adam(
-        variance.native(), sync.native(), parse_scale(scale), bias_correction
+        variance.native(),
+        sync.native(),
+        parse_scale(scale),
+        bias_correction,
+        parse_dense_wire(dense_wire),
     )
 
 
-def _one_bit_adam(warmup_steps: int, scale: str, bias_correction: bool) -> _core.Recipe:
-    return _core.one_bit_adam(warmup_steps, parse_scale(scale), bias_correction)
+def _one_bit_adam(
+    warmup_steps: int, scale: str, bias_correction: bool, dense_wire: str
+) -> _core.Recipe:
+    return _core.one_bit_adam(
+        warmup_steps, parse_scale(scale), bias_correction, parse_dense_wire(dense_wire)
+    )
 
 
-def _adamw(bias_correction: bool) -> _core.Recipe:
-    return _core.adamw(bias_correction)
+def _adamw(bias_correction: bool, dense_wire: str) -> _core.Recipe:
+    return _core.adamw(bias_correction, parse_dense_wire(dense_wire))
 
 
 class ZeroOneAdam(_Optimizer):
@@ -515,7 +664,9 @@ class ZeroOneAdam(_Optimizer):
 
     Args:
         params: parameters, named parameters or groups, as for every torch optimizer; float32,
-            bfloat16 or float16, contiguous, on the CPU.
+            bfloat16 or float16, of any strides, on the CPU. Where a gradient is None it counts as
+            zero, unless ``requires_grad`` is False: such a parameter is frozen and stays as it is,
+            from the first step on before which no local step is pending.
         lr: learning rate (default 1e-3); a float or a tensor.
         betas: decay of first and second moment (default (0.9, 0.999)).
         eps: added to the root of the second moment (default 1e-8).
@@ -526,6 +677,9 @@ class ZeroOneAdam(_Optimizer):
         sync_schedule: steps of one-bit averages (default
             ``schedules.LearningRateTied(max_interval=16)``).
         scale: "l1" (default), a block's mean absolute value, or "l2", its root mean square.
+        dense_wire: "fp32" (default), "bf16" or "fp16": what a dense exchange carries; the mean is
+            taken in fp32. In fp16 gradients above 65504 make a rank count as zero, and those below
+            6e-8 are lost.
         process_group: the ranks to average over (default None: all, or this process alone where
             ``torch.distributed`` is not initialised by the first step).
         broadcast_parameters: start from rank 0's parameters on all ranks (default True).
@@ -552,6 +706,7 @@ class ZeroOneAdam(_Optimizer):
         variance_schedule: schedules.Schedule | None = None,
         sync_schedule: schedules.Schedule | None = None,
         scale: str = "l1",
+        dense_wire: str = "fp32",
         process_group: dist.ProcessGroup | None = None,
         broadcast_parameters: bool = True,
     ) -> None:
@@ -563,6 +718,7 @@ class ZeroOneAdam(_Optimizer):
                 sync_schedule or schedules.LearningRateTied(),
                 scale,
                 bias_correction,
+                dense_wire,
             ),
             lr=lr,
             betas=betas,
@@ -596,12 +752,13 @@ class OneBitAdam(_Optimizer):
         bias_correction: bool = True,
         maximize: bool = False,
         scale: str = "l1",
+        dense_wire: str = "fp32",
         process_group: dist.ProcessGroup | None = None,
         broadcast_parameters: bool = True,
     ) -> None:
         super().__init__(
             params,
-            partial(_one_bit_adam, warmup_steps, scale, bias_correction),
+            partial(_one_bit_adam, warmup_steps, scale, bias_correction, dense_wire),
             lr=lr,
             betas=betas,
             eps=eps,
@@ -629,12 +786,13 @@ class AdamW(_Optimizer):
         *,
         bias_correction: bool = True,
         maximize: bool = False,
+        dense_wire: str = "fp32",
         process_group: dist.ProcessGroup | None = None,
         broadcast_parameters: bool = True,
     ) -> None:
         super().__init__(
             params,
-            partial(_adamw, bias_correction),
+            partial(_adamw, bias_correction, dense_wire),
             lr=lr,
             betas=betas,
             eps=eps,

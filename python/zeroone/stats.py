@@ -24,6 +24,8 @@ class Stats:
     """Exact (dense) exchanges of the gradient."""
     syncs: int
     """Compressed exchanges."""
+    alike_refreshes: int
+    """Refreshes in which all ranks sent the same gradient, not zero: ``step`` warns of it."""
     skipped_steps: int
     """Steps in which no rank had a finite gradient: nothing was changed."""
     nonfinite_gradients: int

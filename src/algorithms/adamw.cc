@@ -3,13 +3,13 @@
 
 namespace zeroone {
 
-Recipe adamw(bool bias_correction) {
+Recipe adamw(bool bias_correction, CodePtr dense) {
   return {.name = "AdamW",
           .refresh = every_step(),
           .sync = every_step(),
           .preconditioner = adam_preconditioner(),
           .code = identity_code(),
-          .refresh_code = identity_code(),
+          .refresh_code = std::move(dense),
           .collective = two_phase_collective(),
           .accumulate = Accumulate::kSteps,
           .bias_correction = bias_correction};

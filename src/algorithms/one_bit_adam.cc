@@ -6,7 +6,8 @@
 
 namespace zeroone {
 
-Recipe one_bit_adam(std::int64_t warmup_steps, Scale scale, bool bias_correction) {
+Recipe one_bit_adam(std::int64_t warmup_steps, Scale scale, bool bias_correction,
+                    CodePtr dense) {
   if (warmup_steps < 1) {
     throw InvalidArgument("Invalid warmup_steps: " + std::to_string(warmup_steps) +
                           " (v needs at least one dense step)");
@@ -14,9 +15,9 @@ Recipe one_bit_adam(std::int64_t warmup_steps, Scale scale, bool bias_correction
   return {.name = "OneBitAdam",
           .refresh = every_step(warmup_steps),
           .sync = every_step(),
-          .preconditioner = adam_preconditioner(),
+          .preconditioner = held_adam_preconditioner(),
           .code = sign_code(scale),
-          .refresh_code = identity_code(),
+          .refresh_code = std::move(dense),
           .collective = two_phase_collective(),
           .accumulate = Accumulate::kMomentum,
           .bias_correction = bias_correction};

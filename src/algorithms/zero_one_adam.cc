@@ -3,13 +3,14 @@
 
 namespace zeroone {
 
-Recipe zero_one_adam(SchedulePtr variance_schedule, SchedulePtr sync_schedule, Scale scale, bool bias_correction) {
+Recipe zero_one_adam(SchedulePtr variance_schedule, SchedulePtr sync_schedule, Scale scale, bool bias_correction,
+                     CodePtr dense) {
   return {.name = "ZeroOneAdam",
           .refresh = std::move(variance_schedule),
           .sync = std::move(sync_schedule),
-          .preconditioner = adam_preconditioner(),
+          .preconditioner = held_adam_preconditioner(),
           .code = sign_code(scale),
-          .refresh_code = identity_code(),
+          .refresh_code = std::move(dense),
           .collective = two_phase_collective(),
           .accumulate = Accumulate::kSteps,
           .bias_correction = bias_correction};

@@ -12,7 +12,8 @@ class Identity final : public Code {
  public:
   std::string describe() const override { return "fp32"; }
 
-  bool lossy() const override { return false; }
+  bool error_feedback() const override { return false; }
+  bool exact() const override { return true; }
 
   std::int64_t section_bytes(const ChunkShape& chunk) const override { return chunk.elements * 4; }
 

@@ -19,7 +19,8 @@ class Sign final : public Code {
 
   std::string describe() const override { return scale_ == Scale::kL1 ? "sign, l1 scale" : "sign, l2 scale"; }
 
-  bool lossy() const override { return true; }
+  bool error_feedback() const override { return true; }
+  bool exact() const override { return false; }
 
   std::int64_t section_bytes(const ChunkShape& chunk) const override {
     return 4 * chunk.blocks + chunk.elements / 8;

@@ -26,8 +26,9 @@
 namespace zeroone {
 namespace {
 
-// A message's kind: a StepKind, or this.
+// A message's kind: a StepKind, or one of these.
 constexpr std::uint16_t kSyncByCall = 3;
+constexpr std::uint16_t kMeanByCall = 4;
 
 class Timer {
  public:
@@ -60,7 +61,8 @@ struct Slab {
   float* momentum = nullptr;
   float* accumulated = nullptr;
   float lag = 0;  // u is what is stored plus lag times m: see Preconditioner::local_step
-  StepScalars scalars;  // of the sync under way
+  StepScalars scalars;  // of the round under way
+  std::vector<char> frozen;  // per tensor: counters' frozen, looked up
   std::array<float*, 4> own{};  // the preconditioner's
   float* worker_error = nullptr;
   float* server_error = nullptr;  // [chunk]
@@ -68,7 +70,9 @@ struct Slab {
   // Since attach.
   std::optional<SlabLayout> layout;
   std::vector<std::int64_t> piece_born;
-  std::vector<std::int64_t> born;  // per block
+  std::vector<float> piece_support;   // sum of the support
+  std::vector<std::int64_t> born;     // per block
+  std::vector<float> support_mean;    // per tensor, of its born coordinates; 0: there are none
   std::size_t wire_offset = 0;  // of its momentum of before a local step
   bool has_anchor = false;
 };
@@ -90,16 +94,24 @@ std::string text_of(double value) {
   return {text, std::to_chars(text, text + sizeof text, value).ptr};
 }
 
-std::uint64_t hash_settings(std::span<const GroupOptions> options) {
-  std::uint64_t hash = 0;
+std::uint64_t hash_settings(std::span<const GroupOptions> options, double max_norm, std::span<const Slab> slabs) {
+  std::uint64_t hash = hash_bytes(&max_norm, sizeof max_norm);
   for (const GroupOptions& o : options) {
     const double values[] = {o.lr, o.beta1, o.beta2, o.eps, o.weight_decay, o.maximize ? 1.0 : 0.0};
     hash = hash_bytes(values, sizeof values, hash);
   }
+  for (const Slab& slab : slabs) hash = hash_bytes(slab.frozen.data(), slab.frozen.size(), hash);
   return hash;
 }
 
-void add_settings(Fingerprint& fingerprint, std::span<const GroupOptions> options) {
+void add_settings(Fingerprint& fingerprint, std::span<const GroupOptions> options, double max_norm,
+                  std::span<const Slab> slabs) {
+  fingerprint.emplace_back("max_norm", text_of(max_norm));
+  for (const Slab& slab : slabs) {
+    for (std::size_t i = 0; i < slab.tensors.size(); ++i) {
+      fingerprint.emplace_back("tensor '" + slab.tensors[i].name + "'", slab.frozen[i] != 0 ? "frozen" : "trained");
+    }
+  }
   for (std::size_t g = 0; g < options.size(); ++g) {
     const std::string of = " of parameter group " + std::to_string(g);
     const GroupOptions& o = options[g];
@@ -136,7 +148,9 @@ class Engine::Impl {
   void attach(Communicator& communicator, std::span<const Tensor> tensors, const Fingerprint& settings, bool broadcast,
               std::string_view error, int threads);
   StepKind step(Communicator& communicator, std::span<const Tensor> tensors, std::span<const GroupOptions> options,
-                int threads, std::string_view error);
+                int threads, std::string_view error, double max_norm);
+  void write_mean(Communicator& communicator, std::span<const Tensor> tensors, std::span<const GroupOptions> options,
+                  int threads);
   StepKind next_step(std::span<const GroupOptions> options);
   void sync(Communicator& communicator, std::span<const Tensor> tensors, std::span<const GroupOptions> options,
             int threads);
@@ -167,6 +181,8 @@ class Engine::Impl {
     int threads;
     std::string_view error;
     std::uint16_t kind;
+    double max_norm = kNoClipping;
+    float clip = 1;  // what this rank's gradient is multiplied by
   };
 
   void check_layout(std::span<const Tensor> tensors, std::span<const GroupOptions> options) const;
@@ -188,6 +204,20 @@ class Engine::Impl {
   StepKind plan(std::span<const GroupOptions> options);
   StepScalars scalars(const Slab& slab, const SlabCounters& counters, const GroupOptions& options,
                       bool stepping) const;
+  /// The gradient of a tensor as the step sees it: with its sign, unscaled, clipped. Zeros if `zero`.
+  const float* gradient(const Round& round, std::size_t group, std::size_t tensor, std::int64_t begin, std::int64_t n,
+                        bool zero, float* scratch) const;
+  /// Calls body(index, run, slab index of its first element) for the runs of tensors that are not frozen, on all threads.
+  template <typename Body>
+  void for_runs(std::size_t group, int threads, Body body);
+  /// The same with the pieces of the layout.
+  template <typename Body>
+  void for_pieces(std::size_t group, int threads, Body body);
+  /// min(1, max_norm / (norm + 1e-6)) from partial sums of squares, as torch.nn.utils.clip_grad_norm_; 1 if not finite.
+  static float clip_factor(double max_norm, double squares);
+  void clip_locally(Round& round);
+  void freeze(std::span<const Tensor> tensors);
+  void mark_frozen();
   Tile tile(const Slab& slab, std::int64_t begin, std::int64_t n) const;
 
   // Each does the step that `next_` describes. False: no rank had a finite gradient, and nothing has changed.
@@ -196,12 +226,15 @@ class Engine::Impl {
   bool sync_round(const Round& round);
 
   bool gradient_finite(const Round& round, std::size_t group);
+  StepScalars refresh_scalars(const Round& round, std::size_t group) const;
   /// The local step of one group, by a zero gradient if `zero`. False: the gradient is not finite.
   bool step_group(const Round& round, std::size_t group, bool zero);
-  bool run_round(const Round& round, Exchange& exchange, bool finite);
-  bool inspect_headers(const Round& round, const Header& own, std::span<const Header> headers) const;
+  bool run_round(const Round& round, Exchange& exchange, bool finite, bool keeps = false);
+  bool inspect_headers(const Round& round, const Header& own, std::span<const Header> headers);
   void broadcast_anchors(Communicator& communicator);
   void count_born(int threads);
+  /// On one rank an exact exchange needs no wire.
+  bool dense_through_wire() const { return ranks_ > 1 || !recipe_.refresh_code->exact(); }
   void finish_step(StepKind kind);
 
   std::int64_t total_numel() const {
@@ -219,6 +252,9 @@ class Engine::Impl {
   std::size_t tensors_ = 0;
   Counters counters_;
   Counters next_;            // of the step under way
+  bool hold_born_ = false;   // the refresh under way serves births alone
+  bool keeps_ = false;       // of the round under way: a rank keeps gradients of coordinates without support
+  std::vector<double> squares_;  // partial sums for a norm
   std::vector<double> lr_;   // per group, of the step under way
   std::uint64_t adopted_ = 0;  // hash of what was adopted since the last round
   Stats stats_;
@@ -230,6 +266,8 @@ class Engine::Impl {
   Wire wire_;
   std::optional<Exchange> dense_;
   std::optional<Exchange> compressed_;
+  std::optional<Exchange> mean_;  // of u, by call
+  const CodePtr mean_code_ = identity_code();
 };
 
 void Engine::Impl::add_group(std::vector<TensorSpec> tensors) {
@@ -245,6 +283,7 @@ void Engine::Impl::add_group(std::vector<TensorSpec> tensors) {
       slab.runs.push_back({slab.tensor_begin.size() - 1, begin, std::min(kTile, tensor.numel - begin)});
     }
   }
+  slab.frozen.resize(tensors.size());
   slab.tensors = std::move(tensors);
 
   const auto group = static_cast<std::int64_t>(slabs_.size());
@@ -254,7 +293,7 @@ void Engine::Impl::add_group(std::vector<TensorSpec> tensors) {
   slab.accumulated = allocate("accumulated");
   const auto names = recipe_.preconditioner->vectors();
   for (std::size_t i = 0; i < names.size(); ++i) slab.own[i] = allocate(names[i]);
-  if (recipe_.code->lossy()) slab.worker_error = allocate("worker_error");
+  if (recipe_.code->error_feedback()) slab.worker_error = allocate("worker_error");
 
   tensors_ += slab.tensors.size();
   slabs_.push_back(std::move(slab));
@@ -270,6 +309,7 @@ Fingerprint Engine::Impl::layout_fingerprint() const {
       {"variance schedule", recipe_.refresh->describe()},
       {"sync schedule", recipe_.sync->describe()},
       {"code", recipe_.code->describe()},
+      {"dense wire", recipe_.refresh_code->describe()},
       {"bias_correction", recipe_.bias_correction ? "True" : "False"},
       {"number of parameter groups", std::to_string(slabs_.size())},
   };
@@ -310,8 +350,10 @@ void Engine::Impl::attach(Communicator& communicator, std::span<const Tensor> te
     Slab& slab = slabs_[g];
     slab.layout.emplace(slab.tensors, ranks_);
     slab.piece_born.resize(slab.layout->pieces.size());
+    slab.piece_support.resize(slab.layout->pieces.size());
     slab.born.resize(slab.layout->blocks.size());
-    if (recipe_.code->lossy() && slab.server_error == nullptr) {
+    slab.support_mean.resize(slab.tensors.size());
+    if (recipe_.code->error_feedback() && slab.server_error == nullptr) {
       slab.server_error = allocator_("server_error", static_cast<std::int64_t>(g), slab.layout->chunk.elements);
     }
   }
@@ -319,11 +361,13 @@ void Engine::Impl::attach(Communicator& communicator, std::span<const Tensor> te
     ExchangeSlab exchange;
     exchange.layout = &*slab.layout;
     exchange.born = slab.born;
+    exchange.frozen = slab.frozen;
     dense.push_back(exchange);
     exchange.support = support < 0 ? nullptr : slab.own[static_cast<std::size_t>(support)];
     exchange.server_error = slab.server_error;
     compressed.push_back(std::move(exchange));
   }
+  mean_.emplace(*mean_code_, dense, rank_, ranks_);
   dense_.emplace(*recipe_.refresh_code, std::move(dense), rank_, ranks_);
   compressed_.emplace(*recipe_.code, std::move(compressed), rank_, ranks_);
 
@@ -335,7 +379,8 @@ void Engine::Impl::attach(Communicator& communicator, std::span<const Tensor> te
   }
   const auto ranks = static_cast<std::size_t>(ranks_);
   std::size_t body = std::max(compressed_->body_bytes(), (momentum + ranks - 1) / ranks);
-  if (ranks_ > 1) body = std::max(body, dense_->body_bytes());  // on one rank a refresh needs no wire
+  if (ranks_ > 1) body = std::max(body, mean_->body_bytes());
+  body = std::max(body, dense_through_wire() ? dense_->body_bytes() : 0);
   if (again) Exchange::release(communicator, wire_);
   const std::int64_t sent = wire_.bytes_sent;
   const std::int64_t received = wire_.bytes_received;
@@ -390,12 +435,24 @@ void Engine::Impl::count_born(int threads) {
                        [&](std::int64_t begin, std::int64_t end) {
                          for (auto i = static_cast<std::size_t>(begin); i < static_cast<std::size_t>(end); ++i) {
                            const Piece& piece = layout.pieces[i];
-                           slab.piece_born[i] =
-                               support < 0 ? piece.n
-                                           : kernels().count_positive(
-                                                 piece.n, slab.own[static_cast<std::size_t>(support)] + piece.begin);
+                           slab.piece_born[i] = piece.n;
+                           if (support < 0) continue;
+                           const float* values = slab.own[static_cast<std::size_t>(support)] + piece.begin;
+                           slab.piece_support[i] = kernels().sum_born(piece.n, values, &slab.piece_born[i]);
                          }
                        });
+    double sum = 0;
+    std::int64_t born = 0;
+    for (std::size_t i = 0; i < layout.pieces.size(); ++i) {
+      sum += static_cast<double>(slab.piece_support[i]);
+      born += slab.piece_born[i];
+      const bool last = i + 1 == layout.pieces.size() || layout.pieces[i + 1].tensor != layout.pieces[i].tensor;
+      if (!last) continue;
+      slab.support_mean[static_cast<std::size_t>(layout.pieces[i].tensor)] =
+          born == 0 ? 0.0f : static_cast<float>(sum / static_cast<double>(born));
+      sum = 0;
+      born = 0;
+    }
     for (std::size_t b = 0; b < layout.blocks.size(); ++b) {
       slab.born[b] = 0;
       for (std::int64_t i = layout.blocks[b].first_piece; i < layout.blocks[b].end_piece; ++i) {
@@ -460,6 +517,75 @@ StepScalars Engine::Impl::scalars(const Slab& slab, const SlabCounters& c, const
   return s;
 }
 
+const float* Engine::Impl::gradient(const Round& round, std::size_t group, std::size_t tensor, std::int64_t begin,
+                                    std::int64_t n, bool zero, float* scratch) const {
+  Tensor t = round.tensors[slabs_[group].first_tensor + tensor];
+  if (zero) t.gradient = nullptr;
+  const float factor = t.gradient_factor * round.clip;
+  return read_gradient(t, round.options[group].maximize ? -factor : factor, begin, n, scratch);
+}
+
+template <typename Body>
+void Engine::Impl::for_runs(std::size_t group, int threads, Body body) {
+  const Slab& slab = slabs_[group];
+  pool_.parallel_for(static_cast<std::int64_t>(slab.runs.size()), threads, [&](std::int64_t begin, std::int64_t end) {
+    for (auto i = static_cast<std::size_t>(begin); i < static_cast<std::size_t>(end); ++i) {
+      const Run& run = slab.runs[i];
+      if (slab.frozen[run.tensor] == 0) body(i, run, slab.tensor_begin[run.tensor] + run.begin);
+    }
+  });
+}
+
+template <typename Body>
+void Engine::Impl::for_pieces(std::size_t group, int threads, Body body) {
+  const SlabLayout& layout = *slabs_[group].layout;
+  pool_.parallel_for(static_cast<std::int64_t>(layout.pieces.size()), threads,
+                     [&](std::int64_t begin, std::int64_t end) {
+                       for (auto i = static_cast<std::size_t>(begin); i < static_cast<std::size_t>(end); ++i) {
+                         body(i, layout.pieces[i]);
+                       }
+                     });
+}
+
+float Engine::Impl::clip_factor(double max_norm, double squares) {
+  const double factor = max_norm / (std::sqrt(squares) + 1e-6);
+  return std::isfinite(squares) ? static_cast<float>(std::min(1.0, factor)) : 1.0f;
+}
+
+void Engine::Impl::clip_locally(Round& round) {
+  double total = 0;
+  for (std::size_t g = 0; g < slabs_.size(); ++g) {
+    squares_.assign(slabs_[g].runs.size(), 0.0);
+    for_runs(g, round.threads, [&](std::size_t i, const Run& run, std::int64_t) {
+      alignas(64) float scratch[kTile];
+      squares_[i] = sum_of_squares(run.n, gradient(round, g, run.tensor, run.begin, run.n, false, scratch));
+    });
+    for (const double part : squares_) total += part;
+  }
+  round.clip = clip_factor(round.max_norm, total);
+}
+
+// Freezing waits until no local step is pending: a tensor's u, and S and P, are of whole intervals.
+void Engine::Impl::freeze(std::span<const Tensor> tensors) {
+  if (any_pending(counters_)) return;
+  for (std::size_t g = 0; g < slabs_.size(); ++g) {
+    Slab& slab = slabs_[g];
+    std::vector<std::int64_t>& frozen = counters_.slabs[g].frozen;
+    frozen.clear();
+    for (std::size_t i = 0; i < slab.tensors.size(); ++i) {
+      if (tensors[slab.first_tensor + i].frozen) frozen.push_back(static_cast<std::int64_t>(i));
+    }
+  }
+  mark_frozen();
+}
+
+void Engine::Impl::mark_frozen() {
+  for (std::size_t g = 0; g < slabs_.size(); ++g) {
+    std::fill(slabs_[g].frozen.begin(), slabs_[g].frozen.end(), 0);
+    for (const std::int64_t i : counters_.slabs[g].frozen) slabs_[g].frozen[static_cast<std::size_t>(i)] = 1;
+  }
+}
+
 void Engine::Impl::start_next(std::span<const GroupOptions> options) {
   next_ = counters_;
   lr_.resize(options.size());
@@ -473,9 +599,15 @@ StepKind Engine::Impl::plan(std::span<const GroupOptions> options) {
   ++next_.step;
   for (SlabCounters& slab : next_.slabs) ++slab.step;
   const bool first = next_.refresh.index == 0;  // the first step is a refresh, whatever the schedule
-  if (!any_pending(next_) && (first || recipe_.refresh->due(next_.refresh, next_.step))) {
-    for (SlabCounters& slab : next_.slabs) ++slab.refreshes;
-    return StepKind::kRefresh;
+  hold_born_ = false;
+  if (!any_pending(next_) && (first || recipe_.refresh->reached(next_.refresh, next_.step))) {
+    hold_born_ = !first && next_.step > recipe_.refresh->until();
+    if (!hold_born_) {
+      for (SlabCounters& slab : next_.slabs) ++slab.refreshes;
+      return StepKind::kRefresh;
+    }
+    if (next_.births_due) return StepKind::kRefresh;
+    recipe_.refresh->advance(next_.refresh, next_.step, lr_);  // passed
   }
   for (std::size_t g = 0; g < options.size(); ++g) {
     const GroupOptions& o = options[g];
@@ -507,7 +639,8 @@ Tile Engine::Impl::tile(const Slab& slab, std::int64_t begin, std::int64_t n) co
 }
 
 StepKind Engine::Impl::step(Communicator& communicator, std::span<const Tensor> tensors,
-                            std::span<const GroupOptions> options, int threads, std::string_view error) {
+                            std::span<const GroupOptions> options, int threads, std::string_view error,
+                            double max_norm) {
   check_attached(communicator);
   std::string own_error(error);  // empty without an allocation
   if (own_error.empty()) {
@@ -517,12 +650,14 @@ StepKind Engine::Impl::step(Communicator& communicator, std::span<const Tensor> 
       own_error = invalid.what();
     }
   }
-  Round round{communicator, tensors, options, threads, own_error, 0};
+  Round round{communicator, tensors, options, threads, own_error, 0, max_norm};
   StepKind kind = StepKind::kLocal;
+  if (own_error.empty()) freeze(tensors);
   if (options.size() == slabs_.size()) kind = plan(options);
   const bool alone = kind == StepKind::kLocal || ranks_ == 1;
   if (alone && !own_error.empty()) throw InvalidArgument(own_error);
   round.kind = static_cast<std::uint16_t>(kind);
+  if (max_norm != kNoClipping && kind != StepKind::kRefresh && own_error.empty()) clip_locally(round);
   const bool done = in_step([&] {
     if (kind == StepKind::kLocal) return local_step(round);
     return kind == StepKind::kRefresh ? refresh_round(round) : sync_round(round);
@@ -548,55 +683,35 @@ void Engine::Impl::finish_step(StepKind kind) {
 }
 
 bool Engine::Impl::gradient_finite(const Round& round, std::size_t group) {
-  const Slab& slab = slabs_[group];
   std::atomic<bool> finite{true};
-  pool_.parallel_for(static_cast<std::int64_t>(slab.runs.size()), round.threads,
-                     [&](std::int64_t begin, std::int64_t end) {
-                       alignas(64) float scratch[kTile];
-                       for (auto i = begin; i < end; ++i) {
-                         const Run& run = slab.runs[static_cast<std::size_t>(i)];
-                         const Tensor& tensor = round.tensors[slab.first_tensor + run.tensor];
-                         if (tensor.gradient == nullptr) continue;
-                         const float* gradient =
-                             read_floats(tensor.gradient, tensor.gradient_dtype, run.begin, run.n, scratch);
-                         if (!kernels().all_finite(run.n, gradient)) {
-                           finite.store(false, std::memory_order_relaxed);
-                           return;
-                         }
-                       }
-                     });
+  for_runs(group, round.threads, [&](std::size_t, const Run& run, std::int64_t) {
+    alignas(64) float scratch[kTile];
+    const float* values = gradient(round, group, run.tensor, run.begin, run.n, false, scratch);
+    if (!kernels().all_finite(run.n, values)) finite.store(false, std::memory_order_relaxed);
+  });
   return finite;
 }
 
 bool Engine::Impl::step_group(const Round& round, std::size_t group, bool zero) {
   constexpr std::int64_t kBeyondCaches = std::int64_t{1} << 22;
   const bool stream = total_numel() >= kBeyondCaches;
-  const GroupOptions& options = round.options[group];
   Slab& slab = slabs_[group];
   auto* momentum_before = reinterpret_cast<float*>(wire_.send.data + slab.wire_offset);
-  const StepScalars s = scalars(slab, next_.slabs[group], options, true);
+  const StepScalars s = scalars(slab, next_.slabs[group], round.options[group], true);
   std::atomic<bool> finite{true};
-  pool_.parallel_for(
-      static_cast<std::int64_t>(slab.runs.size()), round.threads, [&](std::int64_t begin, std::int64_t end) {
-        alignas(64) float gradient_scratch[kTile];
-        alignas(64) float parameter_scratch[kTile];
-        bool all_finite = true;
-        for (auto i = begin; i < end; ++i) {
-          const Run& run = slab.runs[static_cast<std::size_t>(i)];
-          Tensor tensor = round.tensors[slab.first_tensor + run.tensor];
-          if (zero) tensor.gradient = nullptr;
-          const std::int64_t slab_begin = slab.tensor_begin[run.tensor] + run.begin;
-          Tile t = tile(slab, slab_begin, run.n);
-          t.momentum_before = momentum_before + slab_begin;
-          const bool direct = tensor.dtype == DType::kFloat32;
-          t.parameter = direct ? static_cast<float*>(tensor.data) + run.begin : parameter_scratch;
-          t.stream = direct && stream;
-          const float* gradient = read_gradient(tensor, run.begin, run.n, options.maximize, gradient_scratch);
-          all_finite = recipe_.preconditioner->local_step(s, t, gradient) && all_finite;
-          if (!direct) write_floats(tensor.data, tensor.dtype, run.begin, run.n, t.parameter);
-        }
-        if (!all_finite) finite.store(false, std::memory_order_relaxed);
-      });
+  for_runs(group, round.threads, [&](std::size_t, const Run& run, std::int64_t slab_begin) {
+    alignas(64) float gradient_scratch[kTile];
+    alignas(64) float parameter_scratch[kTile];
+    const Tensor& tensor = round.tensors[slab.first_tensor + run.tensor];
+    Tile t = tile(slab, slab_begin, run.n);
+    t.momentum_before = momentum_before + slab_begin;
+    const bool direct = tensor.dtype == DType::kFloat32;
+    t.parameter = direct ? static_cast<float*>(tensor.data) + run.begin : parameter_scratch;
+    t.stream = direct && stream;
+    const float* values = gradient(round, group, run.tensor, run.begin, run.n, zero, gradient_scratch);
+    if (!recipe_.preconditioner->local_step(s, t, values)) finite.store(false, std::memory_order_relaxed);
+    if (!direct) write_floats(tensor.data, tensor.dtype, run.begin, run.n, t.parameter);
+  });
   slab.lag = s.momentum_weight;
   return finite;
 }
@@ -614,8 +729,11 @@ bool Engine::Impl::local_step(const Round& round) {
   for (std::size_t g = 0; g < slabs_.size(); ++g) {
     if (round.options[g].lr == 0) continue;
     Slab& slab = slabs_[g];
-    std::memcpy(slab.momentum, wire_.send.data + slab.wire_offset,
-                static_cast<std::size_t>(slab.numel) * sizeof(float));
+    for_runs(g, round.threads, [&](std::size_t, const Run& run, std::int64_t begin) {
+      const auto offset = static_cast<std::size_t>(begin) * sizeof(float);
+      std::memcpy(slab.momentum + begin, wire_.send.data + slab.wire_offset + offset,
+                  static_cast<std::size_t>(run.n) * sizeof(float));
+    });
     slab.lag = 0;
     if (ranks_ > 1) step_group(round, g, true);
   }
@@ -636,32 +754,36 @@ void Engine::Impl::settle() {
   }
 }
 
-bool Engine::Impl::inspect_headers(const Round& round, const Header& own, std::span<const Header> headers) const {
+bool Engine::Impl::inspect_headers(const Round& round, const Header& own, std::span<const Header> headers) {
   bool any_finite = false;
+  keeps_ = false;
   bool alike = true;
   for (const Header& header : headers) {
     any_finite = any_finite || (header.flags & kNotFinite) == 0;
+    keeps_ = keeps_ || (header.flags & kKeepsGradients) != 0;
     alike = alike && header.magic == own.magic && header.kind == own.kind && header.step == own.step &&
             header.settings == own.settings && header.adopted == own.adopted && (header.flags & kFailed) == 0;
   }
   if (alike) return any_finite;
   // All ranks have seen the same headers, so all come here.
-  static constexpr const char* kKinds[] = {"a local step", "a refresh", "a sync", "sync() called"};
-  Fingerprint fingerprint = {{"what to do", kKinds[own.kind & 3] + (" at step " + std::to_string(own.step))}};
-  add_settings(fingerprint, round.options);
+  static constexpr const char* kKinds[] = {"a local step", "a refresh", "a sync", "sync() called",
+                                           "consolidated() called"};
+  Fingerprint fingerprint = {{"what to do", kKinds[own.kind] + (" at step " + std::to_string(own.step))}};
+  add_settings(fingerprint, round.options, round.max_norm, slabs_);
   fingerprint.emplace_back("parameters loaded since the last round",
                            own.adopted == 0 ? "none" : "values with hash " + std::to_string(own.adopted));
   agree(round.communicator, fingerprint, round.error);
   throw DisagreementError("ranks sent different headers at step " + std::to_string(own.step));
 }
 
-bool Engine::Impl::run_round(const Round& round, Exchange& exchange, bool finite) {
+bool Engine::Impl::run_round(const Round& round, Exchange& exchange, bool finite, bool keeps) {
   Header header;
   header.kind = round.kind;
-  header.flags = static_cast<std::uint16_t>((finite ? 0 : kNotFinite) | (round.error.empty() ? 0 : kFailed));
+  header.flags = static_cast<std::uint16_t>((finite ? 0 : kNotFinite) | (round.error.empty() ? 0 : kFailed) |
+                                            (keeps ? kKeepsGradients : 0));
   header.step = next_.step;
   header.lr = round.options.empty() ? 0 : round.options[0].lr;
-  header.settings = hash_settings(round.options);
+  header.settings = hash_settings(round.options, round.max_norm, slabs_);
   header.adopted = adopted_;
   exchange.set_header(wire_, header);
 
@@ -676,17 +798,40 @@ bool Engine::Impl::run_round(const Round& round, Exchange& exchange, bool finite
   return combined;
 }
 
+StepScalars Engine::Impl::refresh_scalars(const Round& round, std::size_t group) const {
+  const GroupOptions& options = round.options[group];
+  const SlabCounters& counters = next_.slabs[group];
+  StepScalars s = scalars(slabs_[group], counters, options, true);
+  s.step_size = static_cast<float>(corrected_lr(recipe_, counters, options));
+  s.decay = static_cast<float>(1 - options.lr * options.weight_decay);
+  const double corrected = 1 - std::pow(options.beta2, static_cast<double>(counters.refreshes));
+  s.birth_factor = static_cast<float>(corrected);
+  s.hold_born = hold_born_;
+  if (recipe_.bias_correction && !hold_born_ && counters.refreshes > 1) {
+    s.pass_factor =
+        static_cast<float>(corrected / (1 - std::pow(options.beta2, static_cast<double>(counters.refreshes - 1))));
+  }
+  return s;
+}
+
 bool Engine::Impl::refresh_round(const Round& round) {
+  const bool through_wire = dense_through_wire();
+  // What this rank offers. Its last non-zero gradients are those of rounds in which its gradient was finite.
+  const auto offered = [&](std::size_t g, const Piece& piece, bool zero, float* gradient_scratch, float* scratch) {
+    const float* values = gradient(round, g, static_cast<std::size_t>(piece.tensor), piece.tensor_begin, piece.n, zero,
+                                   gradient_scratch);
+    return recipe_.preconditioner->offer(tile(slabs_[g], piece.begin, piece.n), values, scratch);
+  };
   bool finite = true;
-  if (ranks_ > 1) {
+  if (through_wire) {
     {
       const Timer timer(stats_.encode_seconds);
       const auto encode = [&](bool zero) {
         return dense_->encode(wire_, pool_, round.threads, [&](std::size_t g, const Piece& piece, float* scratch) {
-          const Slab& slab = slabs_[g];
-          Tensor tensor = round.tensors[slab.first_tensor + static_cast<std::size_t>(piece.tensor)];
-          if (zero) tensor.gradient = nullptr;
-          return read_gradient(tensor, piece.tensor_begin, piece.n, round.options[g].maximize, scratch);
+          alignas(64) float values[kTile];
+          const float* offer = offered(g, piece, zero, values, scratch);
+          if (offer != scratch) std::copy_n(offer, piece.n, scratch);  // values end here
+          return static_cast<const float*>(scratch);
         });
       };
       if (round.error.empty()) {  // after an error of this rank nobody reads more than the header
@@ -695,6 +840,7 @@ bool Engine::Impl::refresh_round(const Round& round) {
       }
     }
     if (!run_round(round, *dense_, finite)) return false;
+    stats_.alike_refreshes += dense_->alike();
   } else {
     for (std::size_t g = 0; g < slabs_.size(); ++g) finite = gradient_finite(round, g) && finite;
     if (!finite) {
@@ -706,31 +852,54 @@ bool Engine::Impl::refresh_round(const Round& round) {
   }
 
   const Timer timer(stats_.commit_seconds);
+  const auto mean_of = [&](std::size_t g, const Piece& piece, float* gradient_scratch, float* scratch) {
+    if (!through_wire) return offered(g, piece, false, gradient_scratch, scratch);
+    dense_->decode_result(wire_, g, piece, scratch);
+    return static_cast<const float*>(scratch);
+  };
+  float clip = 1;
+  if (round.max_norm != kNoClipping) {
+    double total = 0;
+    for (std::size_t g = 0; g < slabs_.size(); ++g) {
+      squares_.assign(slabs_[g].layout->pieces.size(), 0.0);
+      for_pieces(g, round.threads, [&](std::size_t i, const Piece& piece) {
+        if (slabs_[g].frozen[static_cast<std::size_t>(piece.tensor)] != 0) return;
+        alignas(64) float values[kTile];
+        alignas(64) float scratch[kTile];
+        squares_[i] = sum_of_squares(piece.n, mean_of(g, piece, values, scratch));
+      });
+      for (const double part : squares_) total += part;
+    }
+    clip = clip_factor(round.max_norm, total);
+  }
   for (std::size_t g = 0; g < slabs_.size(); ++g) {
     const Slab& slab = slabs_[g];
-    const GroupOptions& options = round.options[g];
-    StepScalars s = scalars(slab, next_.slabs[g], options, true);
-    s.step_size = static_cast<float>(corrected_lr(recipe_, next_.slabs[g], options));
-    s.decay = static_cast<float>(1 - options.lr * options.weight_decay);
-    const SlabLayout& layout = *slab.layout;
-    pool_.parallel_for(
-        static_cast<std::int64_t>(layout.pieces.size()), round.threads, [&](std::int64_t begin, std::int64_t end) {
-          alignas(64) float scratch[kTile];
-          for (auto i = begin; i < end; ++i) {
-            const Piece& piece = layout.pieces[static_cast<std::size_t>(i)];
-            const Tensor& tensor = round.tensors[slab.first_tensor + static_cast<std::size_t>(piece.tensor)];
-            const float* mean = scratch;
-            if (ranks_ > 1) {
-              dense_->decode_result(wire_, g, piece, scratch);
-            } else {
-              mean = read_gradient(tensor, piece.tensor_begin, piece.n, options.maximize, scratch);
-            }
-            const Tile t = tile(slab, piece.begin, piece.n);
-            recipe_.preconditioner->refresh(s, t, mean);
-            write_floats(tensor.data, tensor.dtype, piece.tensor_begin, piece.n, t.anchor);
-          }
-        });
+    const StepScalars of_group = refresh_scalars(round, g);
+    for_pieces(g, round.threads, [&](std::size_t, const Piece& piece) {
+      alignas(64) float values[kTile];
+      alignas(64) float scratch[kTile];
+      alignas(64) float own[kTile];
+      const auto tensor_index = static_cast<std::size_t>(piece.tensor);
+      const Tile t = tile(slab, piece.begin, piece.n);
+      if (slab.frozen[tensor_index] != 0) {
+        recipe_.preconditioner->pass(of_group, t);
+        return;
+      }
+      const float* mean = mean_of(g, piece, values, scratch);
+      if (clip != 1) {
+        for (std::int64_t e = 0; e < piece.n; ++e) scratch[e] = clip * mean[e];
+        mean = scratch;
+      }
+      const float* offer = mean;
+      if (recipe_.preconditioner->has_births()) offer = offered(g, piece, !finite, values, own);
+      StepScalars s = of_group;
+      s.birth_floor = slab.support_mean[tensor_index];
+      recipe_.preconditioner->refresh(s, t, mean, offer);
+      const Tensor& tensor = round.tensors[slab.first_tensor + tensor_index];
+      write_floats(tensor.data, tensor.dtype, piece.tensor_begin, piece.n, t.anchor);
+    });
   }
+  next_.births_due = false;
   count_born(round.threads);
   ++stats_.refreshes;
   return true;
@@ -747,22 +916,28 @@ bool Engine::Impl::sync_round(const Round& round) {
   }
   // b = u + rho worker_error, from the gradient on: nothing is stored before the commit.
   const auto gradient_of = [&](std::size_t g, const Piece& piece, bool zero, float* scratch) {
-    Tensor tensor = round.tensors[slabs_[g].first_tensor + static_cast<std::size_t>(piece.tensor)];
-    if (zero || !stepping) tensor.gradient = nullptr;
-    return read_gradient(tensor, piece.tensor_begin, piece.n, round.options[g].maximize, scratch);
+    return gradient(round, g, static_cast<std::size_t>(piece.tensor), piece.tensor_begin, piece.n, zero || !stepping,
+                    scratch);
   };
-  const auto candidate = [&](std::size_t g, const Piece& piece, const float* gradient, float* out) {
+  // What the local step of a group sees of its gradient: at lr = 0 it changes nothing.
+  const auto stepped = [&](std::size_t g, const float* values) {
+    static constexpr float kZeros[kTile] = {};
+    return round.options[g].lr == 0 ? kZeros : values;
+  };
+  const auto candidate = [&](std::size_t g, const Piece& piece, const float* values, float* out) {
     const Slab& slab = slabs_[g];
     const Tile t = tile(slab, piece.begin, piece.n);
-    recipe_.preconditioner->peek(slab.scalars, t, gradient, out);
+    const bool keeps = recipe_.preconditioner->peek(slab.scalars, t, values, out);
     if (slab.worker_error != nullptr) {
       const int support = recipe_.preconditioner->support();
       kernels().add_residual(piece.n, out, exchange_slabs[g].rho, slab.worker_error + piece.begin,
                              support < 0 ? nullptr : t.vectors[static_cast<std::size_t>(support)], out);
     }
+    return keeps;
   };
 
   bool finite = true;
+  std::atomic<bool> keeps{false};
   {
     const Timer timer(stats_.encode_seconds);
     const auto encode = [&](bool zero) {
@@ -770,10 +945,10 @@ bool Engine::Impl::sync_round(const Round& round) {
       const bool encoded =
           compressed_->encode(wire_, pool_, round.threads, [&](std::size_t g, const Piece& piece, float* out) {
             alignas(64) float scratch[kTile];
-            const float* gradient = gradient_of(g, piece, zero, scratch);
+            const float* values = gradient_of(g, piece, zero, scratch);
             // Also where the preconditioner would not look: the rule is one for the whole gradient.
-            if (!kernels().all_finite(piece.n, gradient)) gradient_finite.store(false, std::memory_order_relaxed);
-            candidate(g, piece, gradient, out);
+            if (!kernels().all_finite(piece.n, values)) gradient_finite.store(false, std::memory_order_relaxed);
+            if (candidate(g, piece, stepped(g, values), out)) keeps.store(true, std::memory_order_relaxed);
             return static_cast<const float*>(out);
           });
       return encoded && gradient_finite;
@@ -783,44 +958,82 @@ bool Engine::Impl::sync_round(const Round& round) {
       for (std::size_t g = 0; g < slabs_.size() && stepping; ++g) {
         if (!exchange_slabs[g].active) finite = gradient_finite(round, g) && finite;
       }
-      if (!finite) encode(true);
+      if (!finite) {
+        keeps = false;
+        encode(true);
+      }
     }
   }
-  if (!run_round(round, *compressed_, finite)) return false;
+  const bool births = recipe_.preconditioner->has_births();
+  if (!run_round(round, *compressed_, finite, births && keeps)) return false;
+  next_.births_due = keeps_;
 
   const Timer timer(stats_.commit_seconds);
   for (std::size_t g = 0; g < slabs_.size(); ++g) {
     const Slab& slab = slabs_[g];
     SlabCounters& counters = next_.slabs[g];
     if (counters.pending == 0) continue;
-    const SlabLayout& layout = *slab.layout;
-    pool_.parallel_for(
-        static_cast<std::int64_t>(layout.pieces.size()), round.threads, [&](std::int64_t begin, std::int64_t end) {
-          alignas(64) float scratch[kTile];
-          alignas(64) float b[kTile];
-          for (auto i = begin; i < end; ++i) {
-            const Piece& piece = layout.pieces[static_cast<std::size_t>(i)];
-            if (slab.worker_error != nullptr) {
-              candidate(g, piece, gradient_of(g, piece, !finite, scratch), b);
-              compressed_->decode_own(wire_, g, piece, scratch);
-              kernels().subtract(piece.n, b, scratch, slab.worker_error + piece.begin);
-            }
-            compressed_->decode_result(wire_, g, piece, scratch);
-            const Tile t = tile(slab, piece.begin, piece.n);
-            recipe_.preconditioner->commit(slab.scalars, t, scratch);
-            const Tensor& tensor = round.tensors[slab.first_tensor + static_cast<std::size_t>(piece.tensor)];
-            write_floats(tensor.data, tensor.dtype, piece.tensor_begin, piece.n, t.anchor);
-          }
-        });
+    for_pieces(g, round.threads, [&](std::size_t, const Piece& piece) {
+      alignas(64) float scratch[kTile];
+      alignas(64) float average[kTile];
+      alignas(64) float b[kTile];
+      const auto tensor_index = static_cast<std::size_t>(piece.tensor);
+      if (slab.frozen[tensor_index] != 0) {  // its residual lives in units of u
+        if (slab.worker_error == nullptr) return;
+        for (std::int64_t e = 0; e < piece.n; ++e) slab.worker_error[piece.begin + e] *= exchange_slabs[g].rho;
+        return;
+      }
+      const float* values = stepped(g, gradient_of(g, piece, !finite, scratch));
+      if (slab.worker_error != nullptr) {
+        candidate(g, piece, values, b);
+        compressed_->decode_own(wire_, g, piece, average);
+        kernels().subtract(piece.n, b, average, slab.worker_error + piece.begin);
+      }
+      compressed_->decode_result(wire_, g, piece, average);
+      const Tile t = tile(slab, piece.begin, piece.n);
+      recipe_.preconditioner->commit(slab.scalars, t, average, values);
+      const Tensor& tensor = round.tensors[slab.first_tensor + tensor_index];
+      write_floats(tensor.data, tensor.dtype, piece.tensor_begin, piece.n, t.anchor);
+    });
     slabs_[g].lag = 0;
     counters.previous_sum = counters.sum;
     counters.sum = 0;
     counters.decay = 1;
     counters.pending = 0;
   }
-  if (recipe_.code->lossy()) compressed_->commit_server_error(wire_, pool_, round.threads);
+  if (recipe_.code->error_feedback()) compressed_->commit_server_error(wire_, pool_, round.threads);
   ++stats_.syncs;
   return true;
+}
+
+void Engine::Impl::write_mean(Communicator& communicator, std::span<const Tensor> tensors,
+                              std::span<const GroupOptions> options, int threads) {
+  check_call(communicator, tensors, options);
+  if (!any_pending(counters_) || ranks_ == 1) return;
+  settle();
+  next_ = counters_;
+  Round round{communicator, tensors, options, threads, {}, kMeanByCall};
+  in_step([&] {
+    mean_->encode(wire_, pool_, threads, [&](std::size_t g, const Piece& piece, float*) {
+      return static_cast<const float*>(slabs_[g].accumulated + piece.begin);
+    });
+    return run_round(round, *mean_, true);
+  });
+  for (std::size_t g = 0; g < slabs_.size(); ++g) {
+    const Slab& slab = slabs_[g];
+    const StepScalars s = scalars(slab, counters_.slabs[g], options[g], false);
+    for_pieces(g, threads, [&](std::size_t, const Piece& piece) {
+      alignas(64) float average[kTile];
+      alignas(64) float x[kTile];
+      if (slab.frozen[static_cast<std::size_t>(piece.tensor)] != 0) return;
+      mean_->decode_result(wire_, g, piece, average);
+      Tile t = tile(slab, piece.begin, piece.n);
+      t.accumulated = average;
+      recipe_.preconditioner->parameter(s, t, x);
+      const Tensor& tensor = tensors[slab.first_tensor + static_cast<std::size_t>(piece.tensor)];
+      write_floats(tensor.data, tensor.dtype, piece.tensor_begin, piece.n, x);
+    });
+  }
 }
 
 void Engine::Impl::sync(Communicator& communicator, std::span<const Tensor> tensors,
@@ -838,8 +1051,9 @@ void Engine::Impl::write_parameters(std::span<const Tensor> tensors, std::span<c
   check_layout(tensors, options);
   for (std::size_t g = 0; g < slabs_.size(); ++g) {
     const Slab& slab = slabs_[g];
-    const StepScalars s = scalars(slab, counters_.slabs[g], options[g], false);
     for (const Run& run : slab.runs) {
+      StepScalars s = scalars(slab, counters_.slabs[g], options[g], false);
+      if (slab.frozen[run.tensor] != 0) s.decay = 1;
       alignas(64) float x[kTile];
       recipe_.preconditioner->parameter(s, tile(slab, slab.tensor_begin[run.tensor] + run.begin, run.n), x);
       const Tensor& tensor = tensors[slab.first_tensor + run.tensor];
@@ -864,7 +1078,8 @@ void Engine::Impl::adopt(std::span<const Tensor> tensors, std::span<const GroupO
     const Slab& slab = *after;
     const std::size_t i = static_cast<std::size_t>(index) - slab.first_tensor;
     const Tensor& tensor = tensors[static_cast<std::size_t>(index)];
-    const StepScalars s = scalars(slab, counters_.slabs[g], options[g], false);
+    StepScalars s = scalars(slab, counters_.slabs[g], options[g], false);
+    if (slab.frozen[i] != 0) s.decay = 1;
     const std::int64_t slab_begin = slab.tensor_begin[i];
     const std::int64_t numel = slab.tensors[i].numel;
 
@@ -914,7 +1129,15 @@ void Engine::Impl::set_counters(Counters counters) {
     throw InvalidArgument("counters of " + std::to_string(counters.slabs.size()) + " parameter groups, the layout has " +
                           std::to_string(slabs_.size()));
   }
+  for (std::size_t g = 0; g < slabs_.size(); ++g) {
+    for (const std::int64_t i : counters.slabs[g].frozen) {
+      if (i >= 0 && static_cast<std::size_t>(i) < slabs_[g].tensors.size()) continue;
+      throw InvalidArgument("counters with a frozen tensor " + std::to_string(i) + ", parameter group " +
+                            std::to_string(g) + " has " + std::to_string(slabs_[g].tensors.size()));
+    }
+  }
   counters_ = std::move(counters);
+  mark_frozen();
   for (Slab& slab : slabs_) {
     slab.lag = 0;            // saved vectors are settled
     slab.has_anchor = true;  // and complete: a later attach leaves them as they are
@@ -987,8 +1210,12 @@ void Engine::attach(Communicator& communicator, std::span<const Tensor> tensors,
 }
 bool Engine::attached() const { return impl_->attached(); }
 StepKind Engine::step(Communicator& communicator, std::span<const Tensor> tensors,
-                      std::span<const GroupOptions> options, int threads, std::string_view error) {
-  return impl_->step(communicator, tensors, options, threads, error);
+                      std::span<const GroupOptions> options, int threads, std::string_view error, double max_norm) {
+  return impl_->step(communicator, tensors, options, threads, error, max_norm);
+}
+void Engine::write_mean(Communicator& communicator, std::span<const Tensor> tensors,
+                        std::span<const GroupOptions> options, int threads) {
+  impl_->write_mean(communicator, tensors, options, threads);
 }
 StepKind Engine::next_step(std::span<const GroupOptions> options) const { return impl_->next_step(options); }
 void Engine::sync(Communicator& communicator, std::span<const Tensor> tensors, std::span<const GroupOptions> options,

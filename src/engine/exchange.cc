@@ -19,6 +19,10 @@ void for_pieces(const SlabLayout& layout, std::int64_t begin, std::int64_t end, 
   for (std::int64_t i = first; i < last; ++i) body(i, layout.pieces[static_cast<std::size_t>(i)]);
 }
 
+bool is_frozen(const ExchangeSlab& slab, const Piece& piece) {
+  return !slab.frozen.empty() && slab.frozen[static_cast<std::size_t>(piece.tensor)] != 0;
+}
+
 const float* support(const ExchangeSlab& slab, const Piece& piece) {
   return slab.support == nullptr ? nullptr : slab.support + piece.begin;
 }
@@ -32,7 +36,7 @@ Exchange::Exchange(const Code& code, std::vector<ExchangeSlab> slabs, int rank, 
     section_offset_.push_back(body_bytes_);
     body_bytes_ += static_cast<std::size_t>(code.section_bytes(slab.layout->chunk));
     slab.statistic.resize(slab.layout->pieces.size());
-    if (code.lossy()) slab.server_mean.resize(static_cast<std::size_t>(slab.layout->chunk.elements));
+    if (code.error_feedback()) slab.server_mean.resize(static_cast<std::size_t>(slab.layout->chunk.elements));
   }
 }
 
@@ -74,7 +78,12 @@ bool Exchange::encode(Wire& wire, ThreadPool& pool, int threads, Source source) 
     pool.parallel_for(layout.tiles(), threads, [&](std::int64_t begin, std::int64_t end) {
       alignas(64) float scratch[kTile];
       for_pieces(layout, begin, end, [&](std::int64_t i, const Piece& piece) {
-        const float* values = source(k, piece, scratch);
+        const float* values = scratch;
+        if (is_frozen(slab, piece)) {
+          std::fill_n(scratch, piece.n, 0.0f);
+        } else {
+          values = source(k, piece, scratch);
+        }
         slab.statistic[static_cast<std::size_t>(i)] =
             code_.encode(layout.ref(piece), values, wire.send.data + in_bodies(layout.chunk_of(piece), k));
       });
@@ -106,8 +115,9 @@ bool Exchange::inspect(const std::byte* headers) {
 
 void Exchange::combine(const std::byte* bodies, std::byte* contribution) {
   const auto divisor = static_cast<float>(ranks_);
-  const bool feedback = code_.lossy();
+  const bool feedback = code_.error_feedback();
   Header header = header_;
+  header.flags |= likeness(bodies);
   for (std::size_t k = 0; k < slabs_.size(); ++k) {
     ExchangeSlab& slab = slabs_[k];
     if (!slab.active) continue;
@@ -119,7 +129,9 @@ void Exchange::combine(const std::byte* bodies, std::byte* contribution) {
       code_.decode(ref, bodies + in_bodies(0, k), nullptr, mean);
       for (std::int64_t r = 1; r < ranks_; ++r) code_.accumulate(ref, bodies + in_bodies(r, k), mean);
       kernels().divide(piece.n, divisor, mean);
-      if (feedback) {
+      if (feedback && is_frozen(slab, piece)) {
+        std::fill_n(mean, piece.n, 0.0f);
+      } else if (feedback) {
         kernels().add_residual(piece.n, mean, slab.rho, slab.server_error + in_chunk, support(slab, piece), mean);
       }
       slab.statistic[static_cast<std::size_t>(i)] = code_.encode(ref, mean, own);
@@ -130,7 +142,16 @@ void Exchange::combine(const std::byte* bodies, std::byte* contribution) {
   std::memcpy(contribution, &header, sizeof header);
 }
 
+std::uint16_t Exchange::likeness(const std::byte* bodies) const {
+  if (ranks_ == 1) return kUnlike;
+  for (std::int64_t r = 1; r < ranks_; ++r) {
+    if (std::memcmp(bodies, bodies + static_cast<std::size_t>(r) * body_bytes_, body_bytes_) != 0) return kUnlike;
+  }
+  return std::any_of(bodies, bodies + body_bytes_, [](std::byte b) { return b != std::byte{0}; }) ? kNonzero : 0;
+}
+
 void Exchange::inspect_result(const std::byte* result) {
+  result_flags_ = 0;
   for (std::int64_t j = 0; j < ranks_; ++j) {
     Header header;
     std::memcpy(&header, result + static_cast<std::size_t>(j) * (sizeof header + body_bytes_), sizeof header);
@@ -142,6 +163,7 @@ void Exchange::inspect_result(const std::byte* result) {
       throw DisagreementError("rank " + std::to_string(j) + ": the mean over the ranks overflows fp32 at step " +
                               std::to_string(header.step));
     }
+    result_flags_ |= header.flags;
   }
 }
 
@@ -178,6 +200,10 @@ void Exchange::commit_server_error(const Wire& wire, ThreadPool& pool, int threa
     ExchangeSlab& slab = slabs_[k];
     if (!slab.active) continue;
     for_own_tiles(k, [&](std::int64_t, const Piece& piece, std::int64_t in_chunk) {
+      if (is_frozen(slab, piece)) {  // it lives in units of u, as the worker's
+        for (std::int64_t i = 0; i < piece.n; ++i) slab.server_error[in_chunk + i] *= slab.rho;
+        return;
+      }
       alignas(64) float decoded[kTile];
       decode_result(wire, k, piece, decoded);
       kernels().subtract(piece.n, slab.server_mean.data() + in_chunk, decoded, slab.server_error + in_chunk);

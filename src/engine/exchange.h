@@ -31,6 +31,10 @@ static_assert(sizeof(Header) == 40);
 
 inline constexpr std::uint16_t kNotFinite = 1;
 inline constexpr std::uint16_t kFailed = 2;
+inline constexpr std::uint16_t kKeepsGradients = 4;  // of coordinates without support: Preconditioner::has_births
+// Of a contribution: what the ranks sent differs; is not all zero.
+inline constexpr std::uint16_t kUnlike = 8;
+inline constexpr std::uint16_t kNonzero = 16;
 
 /// What an exchange needs of one slab. Pointers are null where there is none.
 struct ExchangeSlab {
@@ -38,6 +42,7 @@ struct ExchangeSlab {
   const float* support = nullptr;               // [numel]: > 0 where a coordinate takes part; null: all do
   float* server_error = nullptr;                // [L]: what this rank's chunk lost so far
   std::span<const std::int64_t> born;           // per block: coordinates that take part
+  std::span<const char> frozen;                 // per tensor: sent as zero, and its residuals stay; empty: none is
   std::vector<float> server_mean;               // [L]: what this rank's contribution was encoded from
   std::vector<float> statistic;                 // per piece
   float rho = 1;
@@ -76,8 +81,12 @@ class Exchange final : public Payload {
   /// Writes the new server_error of active slabs.
   void commit_server_error(const Wire& wire, ThreadPool& pool, int threads);
 
+  /// Whether in the last round all ranks sent the same, and not zeros.
+  bool alike() const { return (result_flags_ & kUnlike) == 0 && (result_flags_ & kNonzero) != 0; }
+
  private:
   bool inspect(const std::byte* headers) override;
+  std::uint16_t likeness(const std::byte* bodies) const;
   void combine(const std::byte* bodies, std::byte* contribution) override;
   void inspect_result(const std::byte* result) override;
 
@@ -102,6 +111,7 @@ class Exchange final : public Payload {
   std::vector<Header> headers_;
   Header header_;
   std::size_t body_bytes_ = 0;
+  std::uint16_t result_flags_ = 0;  // of all contributions
   std::int64_t rank_;
   std::int64_t ranks_;
   // Of the round that runs.

@@ -9,7 +9,7 @@
 namespace zeroone {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x31306574617453ff;  // and a version: another format gets another magic
+constexpr std::uint64_t kMagic = 0x32306574617453ff;  // and a version: another format gets another magic
 constexpr std::size_t kPrefix = 2 * sizeof(std::uint64_t);
 
 }  // namespace
@@ -51,11 +51,14 @@ void BlobWriter::counters(const Counters& counters) {
   integer(counters.last_sync);
   schedule(counters.refresh);
   schedule(counters.sync);
+  integer(counters.births_due ? 1 : 0);
   for (const SlabCounters& slab : counters.slabs) {
     integer(slab.step);
     integer(slab.refreshes);
     integer(slab.pending);
     doubles({slab.sum, slab.previous_sum, slab.decay});
+    integer(static_cast<std::int64_t>(slab.frozen.size()));
+    for (const std::int64_t tensor : slab.frozen) integer(tensor);
   }
 }
 
@@ -127,6 +130,7 @@ Counters BlobReader::counters(std::size_t slabs) {
   counters.last_sync = integer();
   counters.refresh = schedule();
   counters.sync = schedule();
+  counters.births_due = integer() != 0;
   for (std::size_t g = 0; g < slabs; ++g) {
     SlabCounters slab;
     slab.step = integer();
@@ -137,6 +141,7 @@ Counters BlobReader::counters(std::size_t slabs) {
     slab.sum = sums[0];
     slab.previous_sum = sums[1];
     slab.decay = sums[2];
+    for (std::int64_t n = integer(); n > 0; --n) slab.frozen.push_back(integer());
     counters.slabs.push_back(slab);
   }
   return counters;

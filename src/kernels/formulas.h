@@ -16,8 +16,29 @@ inline constexpr std::int64_t kLanes = 16;
 
 static inline float momentum(const StepScalars& s, float m, float g) { return s.beta1 * m + s.one_minus_beta1 * g; }
 
+// What a coordinate with v = 0 keeps in the slot of m.
+static inline float kept(float m, float g) { return g != 0 ? g : m; }
+
+static inline float next_momentum(const StepScalars& s, float m, float g, float v) {
+  return v > 0 ? momentum(s, m, g) : kept(m, g);
+}
+
 static inline float second_moment(const StepScalars& s, float v, float g) {
   return s.beta2 * v + s.one_minus_beta2 * (g * g);
+}
+
+// v after a refresh whose mean is z.
+static inline float refreshed_moment(const StepScalars& s, float v, float z) {
+  if (v > 0) return s.hold_born ? v : second_moment(s, v, z);
+  const float own = s.birth_factor * (z * z);
+  return z != 0 ? (own > s.birth_floor ? own : s.birth_floor) : 0.0f;
+}
+
+// m after it: before and after are v's.
+static inline float refreshed_momentum(const StepScalars& s, float m, float z, float offered, float before,
+                                       float after) {
+  if (before > 0) return momentum(s, m, z);
+  return after > 0 ? s.one_minus_beta1 * z : offered;
 }
 
 // step_size z / D, D = sqrt(v_hat) + eps; 0 where v = 0.

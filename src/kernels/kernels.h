@@ -15,15 +15,18 @@ struct Kernels {
   const char* name;
   int lanes;  // floats per vector register
 
-  // Adam with v held; a coordinate is born where v > 0.
+  // Adam; a coordinate is born where v > 0, and keeps its last non-zero gradient in m before that.
   void (*adam_refresh)(const StepScalars& s, std::int64_t n, const float* g, float* m, float* v, float* a);
   bool (*adam_local_step)(const StepScalars& s, std::int64_t n, const float* g, float* m, float* m_before, float* u,
                           const float* a, const float* v, float* x, bool stream);
+  void (*adam_offer)(std::int64_t n, const float* g, const float* m, const float* v, float* out);
+  void (*adam_birth)(const StepScalars& s, std::int64_t n, const float* mean, const float* offered, float* m, float* v,
+                     float* a);
   void (*adam_settle)(const StepScalars& s, std::int64_t n, const float* m, float* u, const float* v);
-  void (*adam_peek)(const StepScalars& s, std::int64_t n, const float* g, const float* m, const float* u,
+  bool (*adam_peek)(const StepScalars& s, std::int64_t n, const float* g, const float* m, const float* u,
                     const float* v, float* out);
-  void (*adam_commit)(const StepScalars& s, std::int64_t n, const float* average, float* m, float* u, float* a,
-                      const float* v);
+  void (*adam_commit)(const StepScalars& s, std::int64_t n, const float* average, const float* g, float* m, float* u,
+                      float* a, const float* v);
   void (*adam_parameter)(const StepScalars& s, std::int64_t n, const float* m, const float* u, const float* a,
                          const float* v, float* out);
 
@@ -39,7 +42,7 @@ struct Kernels {
   void (*add_residual)(std::int64_t n, const float* z, float rho, const float* residual, const float* support,
                        float* out);                                                  // out = born ? z + rho r : 0
   bool (*all_finite)(std::int64_t n, const float* x);
-  std::int64_t (*count_positive)(std::int64_t n, const float* x);
+  float (*sum_born)(std::int64_t n, const float* v, std::int64_t* born);  // sum of v in lanes, and how many are > 0
 
   // Conversions; to 16 bits they round to nearest even.
   void (*bfloat16_to_float)(std::int64_t n, const std::uint16_t* x, float* out);

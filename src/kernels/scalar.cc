@@ -24,29 +24,46 @@ bool adam_local_step(const StepScalars& s, std::int64_t n, const float* g, float
     finite = finite && f::finite(g[i]);
     m_before[i] = m[i];
     u[i] = f::accumulate(s.lag, u[i], m[i], v[i]);
-    m[i] = f::momentum(s, m[i], g[i]);
+    m[i] = f::next_momentum(s, m[i], g[i], v[i]);
     x[i] = f::parameter(s, a[i], f::accumulate(s.momentum_weight, u[i], m[i], v[i]), v[i]);
   }
   return finite;
+}
+
+void adam_offer(std::int64_t n, const float* g, const float* m, const float* v, float* out) {
+  for (std::int64_t i = 0; i < n; ++i) out[i] = v[i] > 0 ? g[i] : f::kept(m[i], g[i]);
+}
+
+void adam_birth(const StepScalars& s, std::int64_t n, const float* mean, const float* offered, float* m, float* v,
+                float* a) {
+  for (std::int64_t i = 0; i < n; ++i) {
+    const float before = v[i];
+    v[i] = f::refreshed_moment(s, before, mean[i]);
+    m[i] = f::refreshed_momentum(s, m[i], mean[i], offered[i], before, v[i]);
+    a[i] = f::parameter(s, a[i], m[i], v[i]);
+  }
 }
 
 void adam_settle(const StepScalars& s, std::int64_t n, const float* m, float* u, const float* v) {
   for (std::int64_t i = 0; i < n; ++i) u[i] = f::accumulate(s.lag, u[i], m[i], v[i]);
 }
 
-void adam_peek(const StepScalars& s, std::int64_t n, const float* g, const float* m, const float* u, const float* v,
+bool adam_peek(const StepScalars& s, std::int64_t n, const float* g, const float* m, const float* u, const float* v,
                float* out) {
+  bool keeps = false;
   for (std::int64_t i = 0; i < n; ++i) {
     const float before = f::accumulate(s.lag, u[i], m[i], v[i]);
     out[i] = f::accumulate(s.momentum_weight, before, f::momentum(s, m[i], g[i]), v[i]);
+    keeps = keeps || (!(v[i] > 0) && f::kept(m[i], g[i]) != 0);
   }
+  return keeps;
 }
 
-void adam_commit(const StepScalars& s, std::int64_t n, const float* average, float* m, float* u, float* a,
-                 const float* v) {
+void adam_commit(const StepScalars& s, std::int64_t n, const float* average, const float* g, float* m, float* u,
+                 float* a, const float* v) {
   for (std::int64_t i = 0; i < n; ++i) {
     a[i] = f::parameter(s, a[i], average[i], v[i]);
-    m[i] = average[i] / s.momentum_sum;
+    m[i] = v[i] > 0 ? average[i] / s.momentum_sum : f::kept(m[i], g[i]);
     u[i] = 0;
   }
 }
@@ -104,10 +121,14 @@ bool all_finite(std::int64_t n, const float* x) {
   return true;
 }
 
-std::int64_t count_positive(std::int64_t n, const float* x) {
-  std::int64_t count = 0;
-  for (std::int64_t i = 0; i < n; ++i) count += x[i] > 0;
-  return count;
+float sum_born(std::int64_t n, const float* v, std::int64_t* born) {
+  float lane[f::kLanes] = {};
+  *born = 0;
+  for (std::int64_t i = 0; i < n; ++i) {
+    lane[i % f::kLanes] += v[i];
+    *born += v[i] > 0;
+  }
+  return f::reduce_lanes(lane);
 }
 
 void bfloat16_to_float(std::int64_t n, const std::uint16_t* x, float* out) {
@@ -130,10 +151,10 @@ void float_to_float16(std::int64_t n, const float* x, std::uint16_t* out) {
 
 const Kernels kScalarKernels = {
     "scalar",       1,
-    adam_refresh,   adam_local_step,   adam_settle,      adam_peek,        adam_commit,
-    adam_parameter, sign_encode,       sign_decode,      sign_accumulate,
-    add,            subtract,          divide,           add_residual,
-    all_finite,     count_positive,    bfloat16_to_float, float_to_bfloat16,
+    adam_refresh,   adam_local_step,   adam_offer,       adam_birth,       adam_settle,
+    adam_peek,      adam_commit,       adam_parameter,   sign_encode,      sign_decode,
+    sign_accumulate, add,              subtract,         divide,           add_residual,
+    all_finite,     sum_born,          bfloat16_to_float, float_to_bfloat16,
     float16_to_float, float_to_float16,
 };
 

@@ -39,9 +39,15 @@ struct Formulas {
         lag(set(s.lag)),
         step_size(set(s.step_size)),
         decay(set(s.decay)),
-        momentum_sum(set(s.momentum_sum)) {}
+        momentum_sum(set(s.momentum_sum)),
+        birth_factor(set(s.birth_factor)),
+        birth_floor(set(s.birth_floor)) {}
 
   HWY_INLINE V momentum(V m, V g) const { return hn::Add(hn::Mul(beta1, m), hn::Mul(one_minus_beta1, g)); }
+  static HWY_INLINE V kept(V m, V g) { return hn::IfThenElse(hn::Eq(g, hn::Zero(d)), m, g); }
+  HWY_INLINE V next_momentum(V m, V g, V v) const {
+    return hn::IfThenElse(born(v), momentum(m, g), kept(m, g));
+  }
   HWY_INLINE V second_moment(V v, V g) const {
     return hn::Add(hn::Mul(beta2, v), hn::Mul(one_minus_beta2, hn::Mul(g, g)));
   }
@@ -57,6 +63,7 @@ struct Formulas {
   static HWY_INLINE hn::Mask<D> born(V v) { return hn::Gt(v, hn::Zero(d)); }
 
   V beta1, one_minus_beta1, beta2, one_minus_beta2, eps, correction, weight, lag, step_size, decay, momentum_sum;
+  V birth_factor, birth_floor;
 };
 
 void adam_refresh(const StepScalars& s, std::int64_t n, const float* HWY_RESTRICT g, float* HWY_RESTRICT m,
@@ -108,7 +115,7 @@ bool local_step(const StepScalars& s, std::int64_t n, const float* HWY_RESTRICT 
     const V vi = load(v + i);
     const V before = load(m + i);
     const V ui = Formulas::accumulate(formulas.lag, load(u + i), before, vi);
-    const V mi = formulas.momentum(before, gi);
+    const V mi = formulas.next_momentum(before, gi, vi);
     zero_if_finite = hn::Add(zero_if_finite, hn::Mul(hn::Zero(d), gi));
     store(mi, m + i);
     store(ui, u + i);
@@ -121,7 +128,7 @@ bool local_step(const StepScalars& s, std::int64_t n, const float* HWY_RESTRICT 
     finite = finite && f::finite(g[i]);
     m_before[i] = m[i];
     u[i] = f::accumulate(s.lag, u[i], m[i], v[i]);
-    m[i] = f::momentum(s, m[i], g[i]);
+    m[i] = f::next_momentum(s, m[i], g[i], v[i]);
     x[i] = f::parameter(s, a[i], f::accumulate(s.momentum_weight, u[i], m[i], v[i]), v[i]);
   }
   return finite;
@@ -134,6 +141,44 @@ bool adam_local_step(const StepScalars& s, std::int64_t n, const float* g, float
   return (stream && aligned ? local_step<true> : local_step<false>)(s, n, g, m, m_before, u, a, v, x);
 }
 
+void adam_offer(std::int64_t n, const float* HWY_RESTRICT g, const float* HWY_RESTRICT m, const float* HWY_RESTRICT v,
+                float* HWY_RESTRICT out) {
+  std::int64_t i = 0;
+  for (; i + kN <= n; i += kN) {
+    const V gi = load(g + i);
+    store(hn::IfThenElse(Formulas::born(load(v + i)), gi, Formulas::kept(load(m + i), gi)), out + i);
+  }
+  for (; i < n; ++i) out[i] = v[i] > 0 ? g[i] : f::kept(m[i], g[i]);
+}
+
+void adam_birth(const StepScalars& s, std::int64_t n, const float* HWY_RESTRICT mean,
+                const float* HWY_RESTRICT offered, float* HWY_RESTRICT m, float* HWY_RESTRICT v,
+                float* HWY_RESTRICT a) {
+  const Formulas formulas(s);
+  std::int64_t i = 0;
+  for (; i + kN <= n; i += kN) {
+    const V z = load(mean + i);
+    const V before = load(v + i);
+    const V old = s.hold_born ? before : formulas.second_moment(before, z);
+    const V own = hn::Mul(formulas.birth_factor, hn::Mul(z, z));
+    const V floored = hn::IfThenElse(hn::Gt(own, formulas.birth_floor), own, formulas.birth_floor);
+    const V newborn = hn::IfThenZeroElse(hn::Eq(z, hn::Zero(d)), floored);
+    const auto was_born = Formulas::born(before);
+    const V vi = hn::IfThenElse(was_born, old, newborn);
+    const V first = hn::IfThenElse(Formulas::born(vi), hn::Mul(formulas.one_minus_beta1, z), load(offered + i));
+    const V mi = hn::IfThenElse(was_born, formulas.momentum(load(m + i), z), first);
+    store(vi, v + i);
+    store(mi, m + i);
+    store(formulas.parameter(load(a + i), mi, vi), a + i);
+  }
+  for (; i < n; ++i) {
+    const float before = v[i];
+    v[i] = f::refreshed_moment(s, before, mean[i]);
+    m[i] = f::refreshed_momentum(s, m[i], mean[i], offered[i], before, v[i]);
+    a[i] = f::parameter(s, a[i], m[i], v[i]);
+  }
+}
+
 void adam_settle(const StepScalars& s, std::int64_t n, const float* HWY_RESTRICT m, float* HWY_RESTRICT u,
                  const float* HWY_RESTRICT v) {
   const V lag = set(s.lag);
@@ -142,35 +187,44 @@ void adam_settle(const StepScalars& s, std::int64_t n, const float* HWY_RESTRICT
   for (; i < n; ++i) u[i] = f::accumulate(s.lag, u[i], m[i], v[i]);
 }
 
-void adam_peek(const StepScalars& s, std::int64_t n, const float* HWY_RESTRICT g, const float* HWY_RESTRICT m,
+bool adam_peek(const StepScalars& s, std::int64_t n, const float* HWY_RESTRICT g, const float* HWY_RESTRICT m,
                const float* HWY_RESTRICT u, const float* HWY_RESTRICT v, float* HWY_RESTRICT out) {
   const Formulas formulas(s);
+  V kept = hn::Zero(d);  // all bits of what is kept
   std::int64_t i = 0;
   for (; i + kN <= n; i += kN) {
     const V mi = load(m + i);
     const V vi = load(v + i);
+    const V gi = load(g + i);
     const V before = Formulas::accumulate(formulas.lag, load(u + i), mi, vi);
-    store(Formulas::accumulate(formulas.weight, before, formulas.momentum(mi, load(g + i)), vi), out + i);
+    store(Formulas::accumulate(formulas.weight, before, formulas.momentum(mi, gi), vi), out + i);
+    kept = hn::Or(kept, hn::IfThenZeroElse(Formulas::born(vi), Formulas::kept(mi, gi)));
   }
+  const auto magnitude = hn::BitCast(hn::RebindToUnsigned<D>(), hn::Abs(kept));
+  bool any = !hn::AllTrue(hn::RebindToUnsigned<D>(), hn::Eq(magnitude, hn::Zero(hn::RebindToUnsigned<D>())));
   for (; i < n; ++i) {
     const float before = f::accumulate(s.lag, u[i], m[i], v[i]);
     out[i] = f::accumulate(s.momentum_weight, before, f::momentum(s, m[i], g[i]), v[i]);
+    any = any || (!(v[i] > 0) && f::kept(m[i], g[i]) != 0);
   }
+  return any;
 }
 
-void adam_commit(const StepScalars& s, std::int64_t n, const float* HWY_RESTRICT average, float* HWY_RESTRICT m,
-                 float* HWY_RESTRICT u, float* HWY_RESTRICT a, const float* HWY_RESTRICT v) {
+void adam_commit(const StepScalars& s, std::int64_t n, const float* HWY_RESTRICT average, const float* HWY_RESTRICT g,
+                 float* HWY_RESTRICT m, float* HWY_RESTRICT u, float* HWY_RESTRICT a, const float* HWY_RESTRICT v) {
   const Formulas formulas(s);
   std::int64_t i = 0;
   for (; i + kN <= n; i += kN) {
     const V average_i = load(average + i);
-    store(formulas.parameter(load(a + i), average_i, load(v + i)), a + i);
-    store(hn::Div(average_i, formulas.momentum_sum), m + i);
+    const V vi = load(v + i);
+    const V mean = hn::Div(average_i, formulas.momentum_sum);
+    store(formulas.parameter(load(a + i), average_i, vi), a + i);
+    store(hn::IfThenElse(Formulas::born(vi), mean, Formulas::kept(load(m + i), load(g + i))), m + i);
     store(hn::Zero(d), u + i);
   }
   for (; i < n; ++i) {
     a[i] = f::parameter(s, a[i], average[i], v[i]);
-    m[i] = average[i] / s.momentum_sum;
+    m[i] = v[i] > 0 ? average[i] / s.momentum_sum : f::kept(m[i], g[i]);
     u[i] = 0;
   }
 }
@@ -314,14 +368,26 @@ bool all_finite(std::int64_t n, const float* x) {
   return finite;
 }
 
-std::int64_t count_positive(std::int64_t n, const float* x) {
+float sum_born(std::int64_t n, const float* v, std::int64_t* born) {
+  V sum[kVectors];
+  for (std::int64_t j = 0; j < kVectors; ++j) sum[j] = hn::Zero(d);
   std::int64_t count = 0;
   std::int64_t i = 0;
-  for (; i + kN <= n; i += kN) {
-    count += static_cast<std::int64_t>(hn::CountTrue(d, hn::Gt(load(x + i), hn::Zero(d))));
+  for (; i + f::kLanes <= n; i += f::kLanes) {
+    for (std::int64_t j = 0; j < kVectors; ++j) {
+      const V vi = load(v + i + j * kN);
+      sum[j] = hn::Add(sum[j], vi);
+      count += static_cast<std::int64_t>(hn::CountTrue(d, Formulas::born(vi)));
+    }
   }
-  for (; i < n; ++i) count += x[i] > 0;
-  return count;
+  float lane[f::kLanes];
+  for (std::int64_t j = 0; j < kVectors; ++j) store(sum[j], lane + j * kN);
+  for (std::int64_t tail = i; tail < n; ++tail) {
+    lane[tail - i] += v[tail];
+    count += v[tail] > 0;
+  }
+  *born = count;
+  return f::reduce_lanes(lane);
 }
 
 using D16 = hn::Rebind<std::uint16_t, D>;
@@ -379,6 +445,8 @@ constexpr Kernels kTable = {
     static_cast<int>(kN),
     adam_refresh,
     adam_local_step,
+    adam_offer,
+    adam_birth,
     adam_settle,
     adam_peek,
     adam_commit,
@@ -391,7 +459,7 @@ constexpr Kernels kTable = {
     divide,
     add_residual,
     all_finite,
-    count_positive,
+    sum_born,
     bfloat16_to_float,
     float_to_bfloat16,
     float16_to_float,

@@ -20,9 +20,7 @@ class Doubling final : public Schedule {
     return "Doubling(kappa=" + std::to_string(kappa_) + ", until=" + describe_until(until_) + ")";
   }
 
-  bool due(const ScheduleState& state, std::int64_t step) const override {
-    return step >= state.next && step <= until_;
-  }
+  std::int64_t until() const override { return until_; }
 
  protected:
   std::int64_t next_after(const ScheduleState& state, std::int64_t step, std::span<const double>) const override {

@@ -1,4 +1,6 @@
 // Fixed gaps: every step, or every `interval` steps.
+#include <algorithm>
+#include <bit>
 #include <string>
 
 #include "schedules/until.h"
@@ -33,11 +35,16 @@ class EveryStep final : public Schedule {
 
   std::string describe() const override { return "EveryStep(until=" + describe_until(until_) + ")"; }
 
-  bool due(const ScheduleState&, std::int64_t step) const override { return step <= until_; }
+  std::int64_t until() const override { return until_; }
+
+  bool reached(const ScheduleState& state, std::int64_t step) const override {
+    return step <= until_ || step >= state.next;
+  }
 
  protected:
   std::int64_t next_after(const ScheduleState&, std::int64_t step, std::span<const double>) const override {
-    return step + 1;
+    if (step < until_) return step + 1;
+    return step + static_cast<std::int64_t>(std::bit_floor(static_cast<std::uint64_t>(std::max<std::int64_t>(step / 16, 1))));
   }
 
  private:

@@ -29,7 +29,7 @@ class Steps final : public Schedule {
   }
 
   // Not by state.next, which is 1 before the first event whatever the list says.
-  bool due(const ScheduleState& state, std::int64_t step) const override {
+  bool reached(const ScheduleState& state, std::int64_t step) const override {
     const std::int64_t from = state.index == 0 ? first() : state.next;
     return step >= from;
   }

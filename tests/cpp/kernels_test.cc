@@ -71,6 +71,8 @@ class KernelsTest : public testing::TestWithParam<const Kernels*> {
     s.step_size = 0.7f;
     s.decay = 0.993f;
     s.momentum_sum = 0.0123f;
+    s.birth_factor = 0.31f;
+    s.birth_floor = 0.02f;
     return s;
   }
 
@@ -108,6 +110,21 @@ TEST_P(KernelsTest, AdamRefresh) {
   });
 }
 
+TEST_P(KernelsTest, AdamBirth) {
+  for (const bool hold_born : {false, true}) {
+    expect_same_bytes([&](const Kernels& k, std::int64_t o, std::int64_t n) {
+      const auto g = values(n + o, 1), mean = values(n + o, 5);
+      auto m = values(n + o + 16, 2), v = second_moments(n + o + 16, 3), a = values(n + o + 16, 4);
+      auto offered = values(n + o + 16, 6);
+      k.adam_offer(n, g.data() + o, m.data() + o, v.data() + o, offered.data() + o);
+      StepScalars s = scalars();
+      s.hold_born = hold_born;
+      k.adam_birth(s, n, mean.data() + o, offered.data() + o, m.data() + o, v.data() + o, a.data() + o);
+      return joined({offered, m, v, a});
+    });
+  }
+}
+
 TEST_P(KernelsTest, AdamLocalStep) {
   for (const bool stream : {false, true}) {
     expect_same_bytes([&](const Kernels& k, std::int64_t o, std::int64_t n) {
@@ -127,7 +144,14 @@ TEST_P(KernelsTest, AdamPeekIsTheLocalStepsAccumulation) {
     const auto g = values(n + o, 1), v = second_moments(n + o, 3), m = values(n + o, 4);
     const auto u = values(n + o, 5);
     auto out = values(n + o + 16, 6);
-    k.adam_peek(scalars(), n, g.data() + o, m.data() + o, u.data() + o, v.data() + o, out.data() + o);
+    const bool keeps =
+        k.adam_peek(scalars(), n, g.data() + o, m.data() + o, u.data() + o, v.data() + o, out.data() + o);
+    bool unborn = false;
+    for (std::int64_t i = o; i < n + o; ++i) {
+      const auto e = static_cast<std::size_t>(i);
+      unborn = unborn || (v[e] == 0 && (g[e] != 0 || m[e] != 0));
+    }
+    EXPECT_EQ(keeps, unborn);
     auto m2 = m, u2 = u, x = m, before = m;
     StepScalars s = scalars();
     k.adam_local_step(s, n, g.data() + o, m2.data() + o, before.data() + o, u2.data() + o, m.data() + o, v.data() + o,
@@ -141,11 +165,11 @@ TEST_P(KernelsTest, AdamPeekIsTheLocalStepsAccumulation) {
 
 TEST_P(KernelsTest, AdamCommitAndParameter) {
   expect_same_bytes([&](const Kernels& k, std::int64_t o, std::int64_t n) {
-    const auto average = values(n + o, 1), v = second_moments(n + o, 3);
+    const auto average = values(n + o, 1), v = second_moments(n + o, 3), g = values(n + o, 8);
     auto m = values(n + o + 16, 4), u = values(n + o + 16, 5), a = values(n + o + 16, 6);
     auto x = values(n + o + 16, 7);
     k.adam_parameter(scalars(), n, m.data() + o, u.data() + o, a.data() + o, v.data() + o, x.data() + o);
-    k.adam_commit(scalars(), n, average.data() + o, m.data() + o, u.data() + o, a.data() + o, v.data() + o);
+    k.adam_commit(scalars(), n, average.data() + o, g.data() + o, m.data() + o, u.data() + o, a.data() + o, v.data() + o);
     return joined({m, u, a, x});
   });
 }
@@ -191,9 +215,10 @@ TEST_P(KernelsTest, Vectors) {
     k.divide(n, 3.0f, quotient.data() + o);
     k.add_residual(n, y.data() + o, 0.3f, x.data() + o, nullptr, all.data() + o);
     k.add_residual(n, born.data() + o, 0.3f, x.data() + o, support.data() + o, born.data() + o);
+    std::int64_t count = -1;
+    const float of_born = k.sum_born(n, support.data() + o, &count);
     return joined({sum, difference, quotient, all, born,
-                   {static_cast<float>(k.count_positive(n, support.data() + o)),
-                    static_cast<float>(k.all_finite(n, x.data() + o))}});
+                   {of_born, static_cast<float>(count), static_cast<float>(k.all_finite(n, x.data() + o))}});
   });
 }
 

@@ -41,8 +41,9 @@ struct PlainSchedule {
       state.peak_lr[g] = std::max(state.peak_lr[g], lr[g]);
   }
 
+  bool reached(const ScheduleState& state, std::int64_t t) const { return t >= state.next; }
   bool due(const ScheduleState& state, std::int64_t t) const {
-    return t >= state.next && t <= until;
+    return reached(state, t) && t <= until;
   }
 
   void advance(ScheduleState& state, std::int64_t t, const std::vector<double>& lr) const {
@@ -55,8 +56,11 @@ struct PlainSchedule {
   std::int64_t next_after(const ScheduleState& state, std::int64_t t,
                           const std::vector<double>& lr) const {
     switch (kind) {
-      case Kind::kEveryStep:
-        return t + 1;
+      case Kind::kEveryStep: {  // after `until` a point every t / 16 steps, in powers of two
+        std::int64_t gap = 1;
+        while (t >= until && 32 * gap <= t) gap *= 2;
+        return t + gap;
+      }
       case Kind::kInterval:
         return t + number;
       case Kind::kDoubling:
@@ -113,7 +117,12 @@ struct PlainRecipe {
   Scale scale = Scale::kL1;
   bool bias_correction = true;
   bool sums_momentum = false;  // 1-bit Adam: u sums m; the learning rate comes after the average
+  bool births = true;          // section 5d; false: AdamW, whose v is never held
+  DType dense = DType::kFloat32;  // what a dense exchange carries
 };
+
+/// Nearest value of a type; trial.h.
+inline float nearest(float x, DType dtype);
 
 /// How a slab is cut into chunks and blocks: docs/arithmetic.md, "Mean and codes".
 struct Layout {
@@ -121,7 +130,7 @@ struct Layout {
     std::int64_t chunk_begin, begin, end;
   };
 
-  Layout(const std::vector<std::int64_t>& tensors, int world) {
+  Layout(std::vector<std::int64_t> sizes, int world) : tensors(std::move(sizes)) {
     for (const std::int64_t n : tensors) numel += n;
     chunk = 8 * ((numel + 8 * world - 1) / (8 * world));
     for (int rank = 0; rank < world; ++rank) {
@@ -139,26 +148,47 @@ struct Layout {
   }
 
   std::int64_t one_bit_bytes() const { return 4 * most_blocks + chunk / 8; }
-  std::int64_t dense_bytes() const { return 4 * chunk; }
+  std::int64_t dense_bytes(DType wire = DType::kFloat32) const {
+    return static_cast<std::int64_t>(size_of(wire)) * chunk;
+  }
 
   std::int64_t numel = 0;
   std::int64_t chunk = 0;  // L
   std::int64_t most_blocks = 0;
   std::vector<Block> blocks;
+  std::vector<std::int64_t> tensors;
 };
+
+/// A block is cut at the multiples of 2048 from the start of its chunk.
+inline std::vector<std::pair<std::int64_t, std::int64_t>> pieces(const Layout::Block& block) {
+  constexpr std::int64_t kPiece = 2048;
+  std::vector<std::pair<std::int64_t, std::int64_t>> result;
+  for (std::int64_t begin = block.begin; begin < block.end;) {
+    const std::int64_t piece = (begin - block.chunk_begin) / kPiece;
+    const std::int64_t end = std::min(block.end, block.chunk_begin + (piece + 1) * kPiece);
+    result.emplace_back(begin, end);
+    begin = end;
+  }
+  return result;
+}
+
+template <typename Real>
+Real halved(std::array<Real, 16> lanes) {
+  for (std::size_t half = 8; half > 0; half /= 2) {
+    for (std::size_t j = 0; j < half; ++j) lanes[j] += lanes[j + half];
+  }
+  return lanes[0];
+}
 
 /// decode(encode(b)) of the sign code, all chunks: +-scale per block, 0 where not born.
 template <typename Real>
 std::vector<Real> one_bit(const Layout& layout, const std::vector<char>& born, Scale kind,
                           const std::vector<Real>& b) {
-  constexpr std::int64_t kPiece = 2048;
   std::vector<Real> decoded(b.size(), Real(0));
   for (const Layout::Block& block : layout.blocks) {
     double sum = 0;
     std::int64_t count = 0;
-    for (std::int64_t begin = block.begin; begin < block.end;) {
-      const std::int64_t piece = (begin - block.chunk_begin) / kPiece;
-      const std::int64_t end = std::min(block.end, block.chunk_begin + (piece + 1) * kPiece);
+    for (const auto& [begin, end] : pieces(block)) {
       std::array<Real, 16> lanes{};
       for (std::int64_t i = begin; i < end; ++i) {
         const Real x = b[static_cast<std::size_t>(i)];
@@ -166,11 +196,7 @@ std::vector<Real> one_bit(const Layout& layout, const std::vector<char>& born, S
         lanes[static_cast<std::size_t>(i - begin) % 16] += term;
         count += born[static_cast<std::size_t>(i)];
       }
-      for (std::size_t half = 8; half > 0; half /= 2) {
-        for (std::size_t j = 0; j < half; ++j) lanes[j] += lanes[j + half];
-      }
-      sum += static_cast<double>(lanes[0]);
-      begin = end;
+      sum += static_cast<double>(halved(lanes));
     }
     if (count == 0) continue;
     const double mean = sum / static_cast<double>(count);
@@ -222,6 +248,7 @@ class Twin {
     Layout layout;
     Vector a, v, server_error;                  // of server_error rank j holds chunk j
     std::vector<Vector> m, u, worker_error, x;  // [rank]
+    bool synced = false;                        // in this step
   };
 
   /// `groups[g]`: elements of each tensor; `initial[g]`: all of the group's parameters.
@@ -235,7 +262,7 @@ class Twin {
       const Vector zero(initial[g].size(), Real(0));
       const std::vector<Vector> zeros(world_, zero);
       slabs_.push_back({Layout(groups[g], world), initial[g], zero, zero, zeros, zeros, zeros,
-                        std::vector<Vector>(world_, initial[g])});
+                        std::vector<Vector>(world_, initial[g]), false});
     }
   }
 
@@ -246,7 +273,9 @@ class Twin {
     PlainSchedule::observe(next.refresh, lr);
     PlainSchedule::observe(next.sync, lr);
     const bool moves = std::any_of(lr.begin(), lr.end(), [](double x) { return x != 0; });
-    const bool refresh = (t == 1 || recipe_.refresh.due(next.refresh, t)) && !pending();
+    const bool point = (t == 1 || recipe_.refresh.reached(next.refresh, t)) && !pending();
+    const bool held = t > 1 && t > recipe_.refresh.until;  // v of born coordinates, and k
+    const bool refresh = point && (!held || counters_.births_due);
     const bool sync = !refresh && recipe_.sync.due(next.sync, t) && (pending() || moves);
 
     std::vector<char> finite;
@@ -263,13 +292,15 @@ class Twin {
         for (Real& x : gradient[r]) x = !finite[r] ? Real(0) : options[g].maximize ? -x : x;
       }
       if (refresh) {
-        refresh_slab(g, gradient, options[g]);
+        refresh_slab(g, gradient, options[g], held);
       } else if (options[g].lr != 0) {
         local_step(g, gradient, options[g]);
       }
       if (sync && counters_.slabs[g].pending > 0) sync_slab(g, options[g]);
     }
-    if (refresh) recipe_.refresh.advance(counters_.refresh, t, lr);
+    if (refresh) counters_.births_due = false;
+    if (sync) note_kept();
+    if (point) recipe_.refresh.advance(counters_.refresh, t, lr);
     if (refresh || sync) note_sync(lr);
     return refresh ? StepKind::kRefresh : sync ? StepKind::kSync : StepKind::kLocal;
   }
@@ -280,6 +311,7 @@ class Twin {
     for (std::size_t g = 0; g < slabs_.size(); ++g) {
       if (counters_.slabs[g].pending > 0) sync_slab(g, options[g]);
     }
+    note_kept();
     note_sync(learning_rates(options));
     return true;
   }
@@ -344,31 +376,95 @@ class Twin {
     return slabs_[g].v[i] > 0 ? (s * z) / denominator(g, i, options) : Real(0);
   }
 
+  // Where v = 0 the slot of m has the last gradient that was not zero.
+  Real kept(Real m, Real gradient) const {
+    return recipe_.births && gradient == 0 ? m : gradient;
+  }
+
+  // "I hold gradients of unborn coordinates", on some rank; of the groups that took part.
+  void note_kept() {
+    counters_.births_due = false;
+    for (const Slab& s : slabs_) {
+      if (!s.synced || !recipe_.births) continue;
+      for (const Vector& m : s.m) {
+        for (std::size_t i = 0; i < m.size(); ++i)
+          counters_.births_due = counters_.births_due || (s.v[i] == 0 && m[i] != 0);
+      }
+    }
+    for (Slab& s : slabs_) s.synced = false;
+  }
+
+  // Mean of v over each tensor's born coordinates, for each coordinate; 0 where none is born.
+  std::vector<Real> floors(const Slab& s) const {
+    std::vector<Real> result(s.v.size());
+    std::int64_t begin = 0;
+    for (const std::int64_t n : s.layout.tensors) {
+      const std::int64_t end = begin + n;
+      double sum = 0;
+      std::int64_t born = 0;
+      for (const Layout::Block& block : s.layout.blocks) {
+        if (block.begin < begin || block.begin >= end) continue;
+        for (const auto& [from, to] : pieces(block)) {
+          std::array<Real, 16> lanes{};
+          for (std::int64_t i = from; i < to; ++i) {
+            lanes[static_cast<std::size_t>(i - from) % 16] += s.v[static_cast<std::size_t>(i)];
+            born += s.v[static_cast<std::size_t>(i)] > 0;
+          }
+          sum += static_cast<double>(halved(lanes));
+        }
+      }
+      const Real mean = born == 0 ? Real(0) : static_cast<Real>(sum / static_cast<double>(born));
+      std::fill(result.begin() + begin, result.begin() + end, mean);
+      begin = end;
+    }
+    return result;
+  }
+
+  // What the dense exchange makes of x.
+  Real through_wire(Real x) const {
+    return recipe_.dense == DType::kFloat32
+               ? x
+               : static_cast<Real>(nearest(static_cast<float>(x), recipe_.dense));
+  }
+
   static Real momentum(Real m, Real gradient, const GroupOptions& options) {
     const Real kept = static_cast<Real>(options.beta1) * m;
     const Real added = static_cast<Real>(1 - options.beta1) * gradient;
     return kept + added;
   }
 
-  void refresh_slab(std::size_t g, const std::vector<Vector>& gradient,
-                    const GroupOptions& options) {
+  void refresh_slab(std::size_t g, const std::vector<Vector>& gradient, const GroupOptions& options,
+                    bool held) {
     Slab& s = slabs_[g];
-    ++counters_.slabs[g].refreshes;
+    if (!held) ++counters_.slabs[g].refreshes;
+    const auto k = static_cast<double>(counters_.slabs[g].refreshes);
+    const Real birth_factor = static_cast<Real>(1 - std::pow(options.beta2, k));
+    const Vector floor = floors(s);
     const Real lr = static_cast<Real>(step_size(g, options));
     const Real decay = static_cast<Real>(1 - options.lr * options.weight_decay);
     for (std::size_t i = 0; i < s.a.size(); ++i) {
-      Real mean = gradient[0][i];
-      for (std::size_t r = 1; r < world_; ++r) mean = mean + gradient[r][i];
-      mean = mean / static_cast<Real>(world_);
-      const Real kept = static_cast<Real>(options.beta2) * s.v[i];
+      const bool born = s.v[i] > 0 || !recipe_.births;
+      Vector offered;
+      for (std::size_t r = 0; r < world_; ++r)
+        offered.push_back(born ? gradient[r][i] : kept(s.m[r][i], gradient[r][i]));
+      Real mean = through_wire(offered[0]);
+      for (std::size_t r = 1; r < world_; ++r) mean = mean + through_wire(offered[r]);
+      mean = through_wire(mean / static_cast<Real>(world_));
       const Real square = mean * mean;
-      const Real added = static_cast<Real>(1 - options.beta2) * square;
-      s.v[i] = kept + added;
-      const Real m = momentum(s.m[0][i], mean, options);
+      if (born && !held) {
+        const Real remembered = static_cast<Real>(options.beta2) * s.v[i];
+        const Real added = static_cast<Real>(1 - options.beta2) * square;
+        s.v[i] = remembered + added;
+      } else if (!born && mean != 0) {
+        const Real own = birth_factor * square;
+        s.v[i] = std::max(own, floor[i]);
+      }
+      const Real m = born ? momentum(s.m[0][i], mean, options)
+                          : static_cast<Real>(1 - options.beta1) * mean;
       const Real decayed = decay * s.a[i];
       s.a[i] = decayed - quotient(g, i, m, lr, options);
       for (std::size_t r = 0; r < world_; ++r) {
-        s.m[r][i] = m;
+        s.m[r][i] = born || s.v[i] > 0 ? m : offered[r];
         s.x[r][i] = s.a[i];
       }
     }
@@ -385,7 +481,8 @@ class Twin {
     const Real eta = static_cast<Real>(recipe_.sums_momentum ? lr : 1);
     for (std::size_t r = 0; r < world_; ++r) {
       for (std::size_t i = 0; i < s.a.size(); ++i) {
-        s.m[r][i] = momentum(s.m[r][i], gradient[r][i], options);
+        s.m[r][i] = s.v[i] > 0 ? momentum(s.m[r][i], gradient[r][i], options)
+                               : kept(s.m[r][i], gradient[r][i]);
         const Real weighted = static_cast<Real>(weight) * s.m[r][i];
         s.u[r][i] = s.v[i] > 0 ? s.u[r][i] + weighted : Real(0);
         const Real decayed = static_cast<Real>(c.decay) * s.a[i];
@@ -407,11 +504,12 @@ class Twin {
       const Real decayed = static_cast<Real>(c.decay) * s.a[i];
       s.a[i] = decayed - quotient(g, i, average[i], eta, options);
       for (std::size_t r = 0; r < world_; ++r) {
-        s.m[r][i] = average[i] / static_cast<Real>(c.sum);
+        if (s.v[i] > 0) s.m[r][i] = average[i] / static_cast<Real>(c.sum);
         s.u[r][i] = 0;
         s.x[r][i] = s.a[i];
       }
     }
+    s.synced = true;
     c.previous_sum = c.sum;
     c.sum = 0;
     c.decay = 1;

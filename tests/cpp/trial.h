@@ -126,23 +126,21 @@ inline SchedulePtr library_schedule(const PlainSchedule& schedule) {
 /// 1-bit Adam, 2102.02888, is dense Adam for `warmup` steps and then one bit of m in each.
 inline PlainRecipe plain_one_bit_adam(std::int64_t warmup, Scale scale = Scale::kL1,
                                       bool bias_correction = true) {
-  return {plain_every_step(warmup), plain_every_step(), scale, bias_correction, true};
+  return {plain_every_step(warmup), plain_every_step(), scale, bias_correction, true, true};
 }
 
 /// Data-parallel AdamW is a dense refresh in every step, so it never comes to a sync.
 inline PlainRecipe plain_adamw(bool bias_correction = true) {
-  return {plain_every_step(), plain_every_step(), Scale::kL1, bias_correction, false};
+  return {plain_every_step(), plain_every_step(), Scale::kL1, bias_correction, false, false};
 }
 
 inline Recipe library_recipe(const PlainRecipe& plain) {
+  const CodePtr dense = plain.dense == DType::kFloat32 ? identity_code() : half_code(plain.dense);
   if (plain.sums_momentum)
-    return one_bit_adam(plain.refresh.until, plain.scale, plain.bias_correction);
-  const bool dense =
-      plain.refresh.kind == PlainSchedule::Kind::kEveryStep && plain.refresh.until == kNever;
-  if (dense && plain.sync.kind == PlainSchedule::Kind::kEveryStep)
-    return adamw(plain.bias_correction);
+    return one_bit_adam(plain.refresh.until, plain.scale, plain.bias_correction, dense);
+  if (!plain.births) return adamw(plain.bias_correction, dense);
   return zero_one_adam(library_schedule(plain.refresh), library_schedule(plain.sync), plain.scale,
-                       plain.bias_correction);
+                       plain.bias_correction, dense);
 }
 
 template <typename T>
@@ -300,7 +298,7 @@ class Trial {
     std::int64_t one_bit = 40, dense = 40, parameters = 0;
     for (std::size_t g = 0; g < twin_.slabs(); ++g) {
       one_bit += twin_.slab(g).layout.one_bit_bytes();
-      dense += twin_.slab(g).layout.dense_bytes();
+      dense += twin_.slab(g).layout.dense_bytes(problem_.recipe.dense);
       parameters += twin_.slab(g).layout.numel;
     }
     const std::int64_t syncs = count(StepKind::kSync) + calls_;

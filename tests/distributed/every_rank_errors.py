@@ -73,9 +73,9 @@ INVALID: dict[str, tuple[str, Make]] = {
         lambda p: ZeroOneAdam([p[0], torch.nn.Parameter(p[1].to(torch.complex64))]),
     ),
     "float64": ("float64", lambda p: ZeroOneAdam([p[0], torch.nn.Parameter(p[1].double())])),
-    "strided": (
-        "not contiguous",
-        lambda p: ZeroOneAdam([p[0], torch.nn.Parameter(torch.ones(4, 4).t())]),
+    "expanded": (
+        "share memory",
+        lambda p: ZeroOneAdam([p[0], torch.nn.Parameter(torch.ones(1).expand(7))]),
     ),
     "named float64": (
         "layers.weight",

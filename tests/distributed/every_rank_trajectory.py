@@ -71,7 +71,7 @@ def test_zero_one_adam(world: int, rank: int, case: str) -> None:
     assert min(map(kinds.count, ("refresh", "sync", "local"))) >= 3
     assert any((slab.worker_error[rank] != 0).any() for slab in ours.twin.slabs)
     unborn = [slab.v == 0 for slab in ours.twin.slabs]
-    assert any(map(np.any, unborn)) == (case in ("l2", "groups"))
+    assert any(map(np.any, unborn)) == (case == "l2")
     replicas_equal(ours, pending=kinds[-1] == "local")
 
 
@@ -81,6 +81,11 @@ def replicas_equal(ours: trial.Trial, pending: bool) -> None:
     def alike(vector: str | None) -> bool:
         state = ours.optimizer.state
         tensors = [state[p][vector] if vector else p for *_, p in ours.tensors()]
+        if vector == "exp_avg":  # where v = 0 it is a gradient of this rank
+            tensors = [
+                torch.where(state[p]["exp_avg_sq"] > 0, state[p][vector], 0)
+                for *_, p in ours.tensors()
+            ]
         held: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(held, b"".join(map(bits, tensors)))
         return len(set(held)) == 1
@@ -116,7 +121,9 @@ def test_low_precision(world: int, rank: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("scale", ["l1", "l2"])
 def test_one_bit_adam(world: int, rank: int, scale: str) -> None:
-    ours = trial.one_bit_adam(drops_and_zeros, rank=rank, world=world, warmup_steps=7, scale=scale)
+    ours = trial.one_bit_adam(
+        drops_and_zeros, rank=rank, world=world, warmup_steps=7, scale=scale, late=False
+    )
     ours.run(20)
     assert ours.twin.kinds == [
         *["refresh"] * 7,
@@ -246,7 +253,7 @@ def test_process_group_of_some_ranks(world: int, rank: int) -> None:
 
 
 def test_state_is_a_live_view(world: int, rank: int) -> None:
-    arguments = {"variance_schedule": EveryStep(2), "sync_schedule": Interval(3)}
+    arguments = {"variance_schedule": EveryStep(2), "sync_schedule": Interval(3), "late": False}
     ours = trial.zero_one_adam(constant(groups=2), rank=rank, world=world, **arguments).run(1)
     state = ours.optimizer.state[ours.parameters[0][0]]
     addresses = {name: value.data_ptr() for name, value in state.items()}
@@ -291,7 +298,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, world: int) -> Counted:
 
 def test_stats_are_the_closed_form(world: int, rank: int, counted: Counted) -> None:
     """By hand for one slab of three tensors; in every trial the twin counts as well."""
-    arguments = {"variance_schedule": EveryStep(4), "sync_schedule": Interval(5)}
+    arguments = {"variance_schedule": EveryStep(4), "sync_schedule": Interval(5), "late": False}
     shapes = [[(100, 100), (30,), (0,), (1,)]]
     ours = trial.zero_one_adam(constant(), shapes, rank=rank, world=world, **arguments)
     counted.sent = 0  # construction is not a round
@@ -329,5 +336,5 @@ def test_not_finite_where_unborn(world: int, rank: int) -> None:
     ours = trial.zero_one_adam(constant(groups=2), rank=rank, world=world, **arguments).run(3)
     for _ in range(3):
         ours.step(not_finite=[world - 1], unborn=True)
-    assert ours.twin.kinds[3:] == ["local", "sync", "local"]
+    assert ours.twin.kinds[3:] == ["local", "sync", "refresh"]  # births
     assert ours.optimizer.stats.nonfinite_gradients == (3 if rank == world - 1 else 0)

@@ -184,6 +184,14 @@ def no_counters(state: dict[str, Any]) -> None:
         del group["counters"]
 
 
+def wrong_frozen(state: dict[str, Any]) -> None:
+    own(state)[0]["slab"]["frozen"] = "[3]"
+
+
+def cut_text(state: dict[str, Any]) -> None:
+    own(state)[0]["slab"]["frozen"] = "["
+
+
 def no_step(state: dict[str, Any]) -> None:
     for group in own(state):
         del group["counters"]["step"]
@@ -210,6 +218,8 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], None]] = {
     "counters step": no_step,
     "counters group": without("param_groups", 1, "zeroone", "slab"),
     "counters sum": without("param_groups", 0, "zeroone", "slab", "sum"),
+    "frozen": wrong_frozen,
+    "cut text": cut_text,
     "learning rate": without("param_groups", 0, "lr"),
     "step": without("state", 1, "step"),
     "integers": integers,

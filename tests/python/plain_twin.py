@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from zeroone import schedules
 
@@ -47,7 +48,8 @@ class Recipe:
     scale: str = "l1"
     bias_correction: bool = True
     sums_momentum: bool = False  # 1-bit Adam: u sums m, lr' comes after the average
-    compressed: bool = True  # False: nothing is ever averaged by one bit
+    compressed: bool = True  # False: nothing is ever averaged by one bit, and v is never held
+    dense_wire: str = "fp32"
 
 
 def zero_one_adam(
@@ -55,23 +57,28 @@ def zero_one_adam(
     sync_schedule: schedules.Schedule | None = None,
     scale: str = "l1",
     bias_correction: bool = True,
+    dense_wire: str = "fp32",
 ) -> Recipe:
     return Recipe(
         variance_schedule or schedules.Doubling(kappa=16),
         sync_schedule or schedules.LearningRateTied(max_interval=16),
         scale,
         bias_correction,
+        dense_wire=dense_wire,
     )
 
 
-def one_bit_adam(warmup_steps: int, scale: str = "l1", bias_correction: bool = True) -> Recipe:
+def one_bit_adam(
+    warmup_steps: int, scale: str = "l1", bias_correction: bool = True, dense_wire: str = "fp32"
+) -> Recipe:
     warmup = schedules.EveryStep(until=warmup_steps)
-    return Recipe(warmup, schedules.EveryStep(), scale, bias_correction, sums_momentum=True)
-
-
-def adamw(bias_correction: bool = True) -> Recipe:
     every = schedules.EveryStep()
-    return Recipe(every, every, "l1", bias_correction, compressed=False)
+    return Recipe(warmup, every, scale, bias_correction, sums_momentum=True, dense_wire=dense_wire)
+
+
+def adamw(bias_correction: bool = True, dense_wire: str = "fp32") -> Recipe:
+    every = schedules.EveryStep()
+    return Recipe(every, every, "l1", bias_correction, compressed=False, dense_wire=dense_wire)
 
 
 @dataclass
@@ -88,9 +95,16 @@ class Position:
         if isinstance(self.schedule, schedules.Steps):
             self.next = min(self.schedule.steps, default=NEVER)
 
+    @property
+    def until(self) -> int:
+        until: int | None = getattr(self.schedule, "until", None)
+        return NEVER if until is None else until
+
+    def reached(self, t: int) -> bool:
+        return t >= self.next
+
     def due(self, t: int) -> bool:
-        until = getattr(self.schedule, "until", None)
-        return t >= self.next and (until is None or t <= until)
+        return self.reached(t) and t <= self.until
 
     def observe(self, lr: list[float]) -> None:
         self.peak += [0.0] * (len(lr) - len(self.peak))
@@ -99,7 +113,8 @@ class Position:
     def advance(self, t: int, lr: list[float]) -> None:
         schedule = self.schedule
         if isinstance(schedule, schedules.EveryStep):
-            self.next = t + 1
+            # After `until` a point every t / 16 steps, in powers of two.
+            self.next = t + (1 if t < self.until else 2 ** int(math.log2(max(1, t // 16))))
         elif isinstance(schedule, schedules.Interval):
             self.next = t + schedule.interval
         elif isinstance(schedule, schedules.Doubling):
@@ -161,10 +176,6 @@ class Layout:
             ]
             self.most_blocks = max(self.most_blocks, len(blocks))
             self.blocks += blocks
-
-    @property
-    def dense_section(self) -> int:
-        return 4 * self.chunk
 
     @property
     def one_bit_section(self) -> int:
@@ -243,6 +254,25 @@ class Slab:
     s: float = 0.0  # S
     s_prev: float = 0.0
     p: float = 1.0  # P
+    frozen_tensors: list[int] = field(default_factory=list)
+
+    @property
+    def frozen(self) -> Flags:
+        flags = np.zeros(self.a.size, bool)
+        for index in self.frozen_tensors:
+            flags[self.layout.tensors[index]] = True
+        return flags
+
+    def floor(self) -> Vector:
+        """For each coordinate the mean of v over its tensor's born ones; 0 where there are none."""
+        result = np.zeros_like(self.v)
+        for tensor in self.layout.tensors:
+            blocks = [b for b in self.layout.blocks if tensor.start <= b.begin < tensor.stop]
+            pieces = [piece for block in blocks for piece in block.pieces()]
+            total = sum((float(piece_sum(self.v[piece])) for piece in pieces), 0.0)
+            born = int((self.v[tensor] > 0).sum())
+            result[tensor] = f32(total / born) if born else f32(0)
+        return result
 
 
 class Twin:
@@ -258,6 +288,7 @@ class Twin:
         self.slabs: list[Slab] = []
         self.kinds: list[str] = []
         self.bytes_sent = 0
+        self.births_due = False
         for group in groups:
             self.add_group(group)
 
@@ -291,12 +322,25 @@ class Twin:
         return slab.x[rank][slab.layout.tensors[index]]
 
     @np.errstate(all="ignore")
-    def step(self, gradients: Sequence[Gradients], options: Sequence[Options]) -> str:
-        """``gradients[rank]``; returns what the step was: refresh, sync, local or skipped."""
+    def step(
+        self,
+        gradients: Sequence[Gradients],
+        options: Sequence[Options],
+        frozen: Sequence[tuple[int, int]] = (),
+        max_norm: float = math.inf,
+    ) -> str:
+        """``gradients[rank]``; returns what the step was: refresh, sync, local or skipped.
+
+        ``frozen`` are (group, tensor).
+        """
+        if not self.pending:
+            for g, slab in enumerate(self.slabs):
+                slab.frozen_tensors = sorted(i for group, i in frozen if group == g)
         lr = [o.lr for o in options]
         t = self.t + 1
-        due = t == 1 or self.refresh_position.due(t)
-        refresh = due and not self.pending
+        point = (t == 1 or self.refresh_position.reached(t)) and not self.pending
+        held = t > 1 and t > self.refresh_position.until
+        refresh = point and (not held or self.births_due)
         moves = self.pending or any(rate != 0 for rate in lr)
         sync = not refresh and moves and self.sync_position.due(t)
 
@@ -313,20 +357,33 @@ class Twin:
             if not good:
                 groups[:] = [np.zeros_like(g) for g in groups]
 
+        if not refresh:
+            flat = [self._clipped(groups, max_norm) for groups in flat]
+
         self.t = t
         for position in (self.refresh_position, self.sync_position):
             position.observe(lr)
+        if refresh:
+            offered = [
+                [self._offer(slab, r, g) for slab, g in zip(self.slabs, groups, strict=True)]
+                for r, groups in enumerate(flat)
+            ]
+            means = self._clipped(
+                [self._dense_mean(list(z)) for z in zip(*offered, strict=True)], max_norm
+            )
         for index, (slab, o) in enumerate(zip(self.slabs, options, strict=True)):
             slab.t += 1
             own = [groups[index] for groups in flat]
             if refresh:
-                self._refresh(slab, own, o)
+                self._refresh(slab, means[index], [groups[index] for groups in offered], o, held)
             elif o.lr != 0:
                 self._local(slab, own, o)
-            if sync and slab.pending > 0:
-                self._sync(slab, o)
+        if sync:
+            self._sync_all(options)
         kind = "refresh" if refresh else "sync" if sync else "local"
         if refresh:
+            self.births_due = False
+        if point:
             self.refresh_position.advance(t, lr)
         if refresh or sync:
             self.count(refresh)
@@ -341,9 +398,7 @@ class Twin:
             return False
         for position in (self.refresh_position, self.sync_position):
             position.observe([o.lr for o in options])
-        for slab, o in zip(self.slabs, options, strict=True):
-            if slab.pending > 0:
-                self._sync(slab, o)
+        self._sync_all(options)
         self.count(dense=False)
         self._synchronised([o.lr for o in options])
         return True
@@ -362,7 +417,8 @@ class Twin:
     def count(self, dense: bool) -> None:
         """Counts what a rank sends in a round."""
         layouts = [slab.layout for slab in self.slabs]
-        sections = sum(x.dense_section if dense else x.one_bit_section for x in layouts)
+        of_dense = 4 if self.recipe.dense_wire == "fp32" else 2
+        sections = sum(of_dense * x.chunk if dense else x.one_bit_section for x in layouts)
         self.bytes_sent += 2 * (self.world - 1) * (HEADER + sections)
 
     def count_headers(self) -> None:
@@ -397,18 +453,76 @@ class Twin:
     def _momentum(m: Vector, g: Vector, o: Options) -> Vector:
         return f32(o.betas[0]) * m + f32(1 - o.betas[0]) * g
 
-    def _refresh(self, slab: Slab, gradients: list[Vector], o: Options) -> None:
-        mean = gradients[0]
-        for g in gradients[1:]:
-            mean = mean + g
-        mean = mean / f32(self.world)
-        slab.k += 1
-        slab.v = f32(o.betas[1]) * slab.v + f32(1 - o.betas[1]) * (mean * mean)
-        m = self._momentum(slab.m[0], mean, o)
+    @staticmethod
+    def _kept(m: Vector, g: Vector) -> Vector:
+        """What a coordinate that is not born keeps in the slot of m: its last gradient."""
+        return np.where(g != 0, g, m)
+
+    def _offer(self, slab: Slab, rank: int, g: Vector) -> Vector:
+        """What a rank puts into a refresh."""
+        offered = g
+        if self.recipe.compressed:
+            offered = np.where(slab.v > 0, g, self._kept(slab.m[rank], g))
+        return np.where(slab.frozen, f32(0), offered)
+
+    def _through_wire(self, values: Vector) -> Vector:
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.recipe.dense_wire)
+        if dtype is None:
+            return values
+        rounded: Vector = torch.from_numpy(values).to(dtype).float().numpy()
+        return rounded
+
+    def _dense_mean(self, offered: list[Vector]) -> Vector:
+        mean = self._through_wire(offered[0])
+        for z in offered[1:]:
+            mean = mean + self._through_wire(z)
+        return self._through_wire(mean / f32(self.world))
+
+    def _clipped(self, vectors: list[Vector], max_norm: float) -> list[Vector]:
+        if max_norm == math.inf:
+            return vectors
+        trained = [
+            v[~slab.frozen].astype(np.float64) for slab, v in zip(self.slabs, vectors, strict=True)
+        ]
+        norm = math.sqrt(sum(float(v @ v) for v in trained))
+        factor = f32(min(1.0, max_norm / (norm + 1e-6)))
+        return [factor * v for v in vectors]
+
+    def _refresh(
+        self, slab: Slab, mean: Vector, offered: list[Vector], o: Options, held: bool
+    ) -> None:
+        frozen, floor, old = slab.frozen, slab.floor(), slab.v
+        beta2 = o.betas[1]
+        slab.k += not held
+        later = f32(beta2) * old + f32(1 - beta2) * (mean * mean)
+        if held:
+            later = old
+        born = old > 0 if self.recipe.compressed else np.ones_like(frozen)
+        own = f32(1 - beta2**slab.k) * (mean * mean)
+        first = np.where(mean != 0, np.maximum(own, floor), f32(0))
+        standstill = f32(1)
+        if self.recipe.bias_correction and not held and slab.k > 1:
+            standstill = f32((1 - beta2**slab.k) / (1 - beta2 ** (slab.k - 1)))
+        slab.v = np.where(frozen, old * standstill, np.where(born, later, first))
+        ms = []
+        for m, z in zip(slab.m, offered, strict=True):
+            newborn = np.where(slab.v > 0, f32(1 - o.betas[0]) * mean, z)
+            new = np.where(born, self._momentum(m, mean, o), newborn)
+            ms.append(np.where(frozen, m, new))
         decay = f32(1 - o.lr * o.weight_decay)
-        slab.a = decay * slab.a - self._quotient(slab, m, self._lr(slab, o), o)
-        slab.m = [m.copy() for _ in slab.m]
-        slab.x = [slab.a.copy() for _ in slab.x]
+        a = decay * slab.a - self._quotient(slab, ms[0], self._lr(slab, o), o)
+        slab.a = np.where(frozen, slab.a, a)
+        slab.m = ms
+        slab.x = [np.where(frozen, x, slab.a) for x in slab.x]
+
+    def _sync_all(self, options: Sequence[Options]) -> None:
+        active = [slab for slab in self.slabs if slab.pending > 0]
+        for slab, o in zip(self.slabs, options, strict=True):
+            if slab.pending > 0:
+                self._sync(slab, o)
+        self.births_due = self.recipe.compressed and any(
+            bool((m[(slab.v == 0) & ~slab.frozen] != 0).any()) for slab in active for m in slab.m
+        )
 
     def _local(self, slab: Slab, gradients: list[Vector], o: Options) -> None:
         lr = self._lr(slab, o)
@@ -416,26 +530,35 @@ class Twin:
         slab.pending += 1
         slab.s += weight
         slab.p *= 1 - o.lr * o.weight_decay
+        frozen = slab.frozen
         for rank, g in enumerate(gradients):
-            slab.m[rank] = self._momentum(slab.m[rank], g, o)
+            m, kept = self._momentum(slab.m[rank], g, o), self._kept(slab.m[rank], g)
+            slab.m[rank] = np.where(frozen, slab.m[rank], np.where(slab.v > 0, m, kept))
             moved = slab.u[rank] + f32(weight) * slab.m[rank]
-            slab.u[rank] = np.where(slab.v > 0, moved, f32(0))
-            slab.x[rank] = f32(slab.p) * slab.a - self._quotient(slab, slab.u[rank], eta, o)
+            slab.u[rank] = np.where((slab.v > 0) & ~frozen, moved, f32(0))
+            x = f32(slab.p) * slab.a - self._quotient(slab, slab.u[rank], eta, o)
+            slab.x[rank] = np.where(frozen, slab.x[rank], x)
 
     def _sync(self, slab: Slab, o: Options) -> None:
         eta = self._lr(slab, o) if self.recipe.sums_momentum else 1.0
         rho = min(1.0, slab.s / slab.s_prev) if slab.s_prev > 0 else 1.0
+        frozen = slab.frozen
+        moving = (slab.v > 0) & ~frozen
+        before = [*slab.worker_error, slab.server_error]
         u_bar, slab.worker_error, slab.server_error = one_bit_mean(
             slab.layout,
-            slab.v > 0,
+            moving,
             self.recipe.scale,
             f32(rho),
             slab.u,
             slab.worker_error,
             slab.server_error,
         )
-        slab.a = f32(slab.p) * slab.a - self._quotient(slab, u_bar, eta, o)
-        slab.m = [u_bar / f32(slab.s) for _ in slab.m]
+        for error, old in zip([*slab.worker_error, slab.server_error], before, strict=True):
+            error[frozen] = old[frozen] * f32(rho)
+        a = f32(slab.p) * slab.a - self._quotient(slab, u_bar, eta, o)
+        slab.a = np.where(frozen, slab.a, a)
+        slab.m = [np.where(moving, u_bar / f32(slab.s), m) for m in slab.m]
         slab.u = [np.zeros_like(slab.a) for _ in slab.u]
-        slab.x = [slab.a.copy() for _ in slab.x]
+        slab.x = [np.where(frozen, x, slab.a) for x in slab.x]
         slab.s_prev, slab.s, slab.p, slab.pending = slab.s, 0.0, 1.0, 0

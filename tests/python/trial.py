@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,15 +36,17 @@ def counters(saved: dict[str, Any]) -> dict[str, Any]:
     """All scalars of a state dict."""
     own = [group["zeroone"] for group in saved["param_groups"]]
     assert all(group["counters"] == own[0]["counters"] for group in own)
-    return {**own[0]["counters"], "slabs": [group["slab"] for group in own]}
+    slabs = [{**group["slab"], "frozen": json.loads(group["slab"]["frozen"])} for group in own]
+    return {**own[0]["counters"], "slabs": slabs}
 
 
 class Trial:
     """One rank of the library, and the twin of all ranks.
 
     Gradients are noise of unlike sizes plus a part that depends on the parameters, so that an
-    error grows. An eighth of the coordinates has no gradient before step 4, and others none before
-    step 8: they have no second moment. Some ranks have no gradient at all for some tensors.
+    error grows. If `late`, an eighth of the coordinates has no gradient before step 4, and others
+    none before step 8: they have no second moment. Some ranks have no gradient at all for some
+    tensors.
     """
 
     def __init__(
@@ -56,9 +60,11 @@ class Trial:
         world: int = 1,
         dtype: torch.dtype | tuple[torch.dtype, ...] = torch.float32,
         seed: int = 0,
+        late: bool = True,
         **arguments: Any,
     ) -> None:
         self.plan, self.rank, self.world, self.seed = plan, rank, world, seed
+        self.late = late
         self.dtypes = dtype if isinstance(dtype, tuple) else (dtype,)  # of the groups, in turn
         self.parameters: list[list[torch.nn.Parameter]] = []
         self._scales: list[list[Vector]] = []
@@ -87,9 +93,16 @@ class Trial:
             self.step(**extra)
         return self
 
-    def step(self, not_finite: Sequence[int] = (), unborn: bool = False) -> str:
+    def step(
+        self,
+        not_finite: Sequence[int] = (),
+        unborn: bool = False,
+        frozen: Sequence[tuple[int, int]] = (),
+        max_norm: float | None = None,
+    ) -> str:
         """One step of both. The gradients of the ranks `not_finite` have one NaN or infinity, at
-        the coordinate of the largest second moment, or at one that has none yet (`unborn`)."""
+        the coordinate of the largest second moment, or at one that has none yet (`unborn`). The
+        tensors `frozen`, (group, index), have no gradient and require none."""
         self.t += 1
         options = self.plan(self.t)
         gradients = [self._gradients(rank) for rank in range(self.world)]
@@ -100,10 +113,16 @@ class Trial:
         for g, i, parameter in self.tensors():
             gradient = gradients[self.rank][g][i]
             parameter.grad = None
+            parameter.requires_grad_((g, i) not in frozen)
+            if (g, i) in frozen:
+                continue
             if gradient is not None:
                 parameter.grad = torch.from_numpy(gradient).to(self.dtype(g))
+        if max_norm is not None:
+            self.optimizer.clip_grad_norm_(max_norm)
         self.optimizer.step()
-        kind = self.twin.step(gradients, options)
+        clip = math.inf if max_norm is None else max_norm
+        kind = self.twin.step(gradients, options, frozen, clip)
         self._skipped += kind == "skipped"
         self._taken += kind != "skipped"
         self.compare(whole=self.t % 5 == 0)
@@ -170,6 +189,7 @@ class Trial:
             return
         found = counters(saved)
         assert (found["step"], found["last_sync"]) == (self.twin.t, self.twin.last_sync), t
+        assert found["births_due"] == self.twin.births_due, t
         for g, (slab, scalars) in enumerate(zip(self.twin.slabs, found["slabs"], strict=True)):
             assert scalars == {
                 "step": slab.t,
@@ -178,6 +198,7 @@ class Trial:
                 "sum": slab.s,
                 "previous_sum": slab.s_prev,
                 "decay": slab.p,
+                "frozen": slab.frozen_tensors,
             }, f"{t}: group {g}"
             if compressed:
                 residual = slab.server_error[slab.layout.chunks[self.rank]]
@@ -223,7 +244,7 @@ class Trial:
                 scale = self._scales[g][i]
                 value = scale * (noise.standard_normal(x.shape, np.float32) + np.float32(0.1) * x)
                 late = (scale > 0.32) & (self.t < 4) | (scale < 2e-4) & (self.t < 8)
-                value = np.where(late, np.float32(0), value)
+                value = np.where(late & self.late, np.float32(0), value)
                 missing = (self.t + rank + i + g) % 7 == 0 and x.size > 0
                 gradients[-1].append(None if missing else self._rounded(g, value))
         return gradients
@@ -243,17 +264,19 @@ class Trial:
 
 
 def zero_one_adam(plan: Plan, shapes: Shapes = SHAPES, **arguments: Any) -> Trial:
-    of_recipe = ("variance_schedule", "sync_schedule", "scale", "bias_correction")
+    of_recipe = ("variance_schedule", "sync_schedule", "scale", "bias_correction", "dense_wire")
     recipe = {name: arguments[name] for name in of_recipe if name in arguments}
     return Trial(zeroone.ZeroOneAdam, plain_twin.zero_one_adam(**recipe), plan, shapes, **arguments)
 
 
 def one_bit_adam(plan: Plan, shapes: Shapes = SHAPES, **arguments: Any) -> Trial:
-    of_recipe = ("warmup_steps", "scale", "bias_correction")
+    of_recipe = ("warmup_steps", "scale", "bias_correction", "dense_wire")
     recipe = {name: arguments[name] for name in of_recipe if name in arguments}
     return Trial(zeroone.OneBitAdam, plain_twin.one_bit_adam(**recipe), plan, shapes, **arguments)
 
 
 def adamw(plan: Plan, shapes: Shapes = SHAPES, **arguments: Any) -> Trial:
-    recipe = {name: arguments[name] for name in ("bias_correction",) if name in arguments}
+    recipe = {
+        name: arguments[name] for name in ("bias_correction", "dense_wire") if name in arguments
+    }
     return Trial(zeroone.AdamW, plain_twin.adamw(**recipe), plan, shapes, **arguments)
