@@ -149,7 +149,8 @@ class Engine {
   void settle();
 
   const Counters& counters() const;
-  /// Replaces the scalars; throws InvalidArgument if they are of another layout. The caller has filled the vectors.
+  /// Replaces the scalars; throws InvalidArgument if they are of another layout. The caller has filled the vectors, and
+  /// if that is before `attach`, the anchor too: `attach` then leaves it, and the parameters, as they are.
   void set_counters(Counters counters);
 
   const Stats& stats() const;

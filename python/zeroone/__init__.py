@@ -5,7 +5,7 @@
 in a program that `torchrun` starts sends about 0.1 to 1 bit per parameter and step instead of 32.
 """
 
-from zeroone import schedules
+from zeroone import checkpoint, schedules
 from zeroone._core import (
     CommunicationError,
     DisagreementError,
@@ -30,6 +30,7 @@ __all__ = [
     "ZeroOneAdam",
     "__version__",
     "available_instruction_sets",
+    "checkpoint",
     "instruction_set",
     "local_gradients",
     "log_stats",

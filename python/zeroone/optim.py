@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, overload
 
 import torch
 import torch.distributed as dist
 
-from zeroone import _core, schedules
+from zeroone import _core, checkpoint, schedules
 from zeroone.distributed import make_communicator, parse_dense_wire, parse_scale, tell_others
 from zeroone.stats import ResidualNorms, Stats, Watch
 
@@ -26,8 +28,6 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SHARED = ("exp_avg", "exp_avg_sq", "anchor")
 _OF_RANK = ("accumulated", "worker_error")
 
-_FORMAT = 1
-
 ParamsT = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
 
 
@@ -38,6 +38,8 @@ class _Vectors:
         self.flat: dict[tuple[str, int], torch.Tensor] = {}
 
     def allocate(self, name: str, group: int, numel: int) -> int:
+        if (name, group) in self.flat:  # of a copy, made before its engine asked for it
+            return self.flat[name, group].data_ptr()
         skew = _core.skew_of(len(self.flat))
         memory = torch.empty(numel + skew)
         _core.prefer_huge_pages(memory.data_ptr(), memory.nbytes)
@@ -108,17 +110,7 @@ class _Optimizer(torch.optim.Optimizer):
         process_group: dist.ProcessGroup | None,
         broadcast_parameters: bool,
     ) -> None:
-        self._engine: _core.Engine | None = None
-        self._communicator: _core.Communicator | None = None
-        self._process_group = process_group
-        self._broadcast_parameters = broadcast_parameters
-        self._vectors = _Vectors()
-        self._written: list[_Written] = []  # of every parameter, in order
-        self._borrowed: list[torch.Tensor] = []  # copies of gradients, alive during a call
-        self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []  # strided, and a dense copy
-        self._max_norm = math.inf
-        self._is_consolidated = False
-        self._watch = Watch()
+        self._begin(make_recipe, process_group, broadcast_parameters)
         distributed = process_group is not None or (dist.is_available() and dist.is_initialized())
         communicator = make_communicator(process_group) if distributed else None
         try:
@@ -130,22 +122,61 @@ class _Optimizer(torch.optim.Optimizer):
                 "maximize": maximize,
             }
             super().__init__(params, defaults)
-            engine = _core.Engine(
-                make_recipe(),
-                [self._layout(group, index) for index, group in enumerate(self.param_groups)],
-                self._vectors.allocate,
-            )
+            self._make_engine()
         except Exception as failure:
             if communicator is not None:
                 tell_others(communicator, failure)
             raise
-        self._engine = engine
         for index in range(len(self.param_groups)):
             self._make_state(index)
         if communicator is not None:
             self._attach(communicator)
 
     # --- construction -------------------------------------------------------------------------
+
+    def _begin(
+        self,
+        make_recipe: Callable[[], _core.Recipe],
+        process_group: dist.ProcessGroup | None,
+        broadcast_parameters: bool,
+    ) -> None:
+        """The attributes of an optimizer without parameters."""
+        self._make_recipe = make_recipe
+        self._engine: _core.Engine | None = None
+        self._communicator: _core.Communicator | None = None
+        self._process_group = process_group
+        self._broadcast_parameters = broadcast_parameters
+        self._vectors = _Vectors()
+        self._written: list[_Written] = []  # of every parameter, in order
+        self._borrowed: list[torch.Tensor] = []  # copies of gradients, alive during a call
+        self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []  # strided, and a dense copy
+        self._max_norm = math.inf
+        self._is_consolidated = False
+        self._watch = Watch()
+        self._of: tuple[int, int] | None = None  # the rank, and of how many, that the state is of
+        self._to_attach: _core.Communicator | None = None  # of what this is a copy of
+
+    def _make_engine(self) -> _core.Engine:
+        self._engine = _core.Engine(
+            self._make_recipe(),
+            [self._layout(group, index) for index, group in enumerate(self.param_groups)],
+            self._vectors.allocate,
+        )
+        return self._engine
+
+    def __getstate__(self) -> dict[str, Any]:
+        return checkpoint.get_state(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        checkpoint.set_state(self, state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Optimizer:
+        result = type(self).__new__(type(self))
+        memo[id(self)] = result
+        result.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        result._process_group = self._process_group
+        result._to_attach = self._communicator or self._to_attach
+        return result
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group. After construction a collective: the ranks agree on the new
@@ -210,6 +241,14 @@ class _Optimizer(torch.optim.Optimizer):
     def _attach(self, communicator: _core.Communicator) -> None:
         """Agrees with the other ranks and takes the parameters as the anchor."""
         assert self._engine is not None
+        here = communicator.rank, communicator.size
+        if self._of not in (None, here):
+            failure = ValueError(
+                f"this copy is of rank {self._of}, here is rank {here} (rank, number of ranks); "
+                "load a state_dict instead: see zeroone.checkpoint"
+            )
+            tell_others(communicator, failure)
+            raise failure
         settings = [("broadcast_parameters", str(self._broadcast_parameters))]
         for index, group in enumerate(self.param_groups):
             settings += [
@@ -228,14 +267,21 @@ class _Optimizer(torch.optim.Optimizer):
             torch.get_num_threads(),
         )
         self._communicator = communicator
+        self._of = here
         self._parameters_written()
 
     def _attached(self) -> tuple[_core.Engine, _core.Communicator]:
         assert self._engine is not None
         initialized = dist.is_available() and dist.is_initialized()
         if self._communicator is None:
+            self._adopt()  # of a copy: what was written to it before
             self._attach(
-                make_communicator(self._process_group) if initialized else _core.LocalCommunicator()
+                self._to_attach
+                or (
+                    make_communicator(self._process_group)
+                    if initialized
+                    else _core.LocalCommunicator()
+                )
             )
         elif (
             isinstance(self._communicator, _core.LocalCommunicator)
@@ -324,9 +370,11 @@ class _Optimizer(torch.optim.Optimizer):
         for parameter, data in self._staged:
             parameter.detach().copy_(data)
         self._staged.clear()
-        parameters = self._parameters()
-        torch.autograd.graph.increment_version(parameters)
-        self._written = [_Written(parameter) for parameter in parameters]
+        torch.autograd.graph.increment_version(self._parameters())
+        self._remember_parameters()
+
+    def _remember_parameters(self) -> None:
+        self._written = [_Written(parameter) for parameter in self._parameters()]
 
     def _adopt(self) -> None:
         """Takes over what others have written to parameters since we did."""
@@ -506,7 +554,10 @@ class _Optimizer(torch.optim.Optimizer):
                     born = state["exp_avg_sq"] > 0
                     values["exp_avg"] = torch.where(born, state["exp_avg"], 0)
                     values["parameter"] = parameter.detach()
-                lines += [(f"{what} of {name}", _hash(value)) for what, value in values.items()]
+                lines += [
+                    (f"{what} of {name}", checkpoint.hash_of(value))
+                    for what, value in values.items()
+                ]
         _core.agree(communicator, lines)
 
     @property
@@ -534,152 +585,33 @@ class _Optimizer(torch.optim.Optimizer):
     # --- saving -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's state dict, with this rank's own vectors under keys that contain the rank.
+        """torch's state dict: AdamW's keys, and ours; tensors are the live ones.
 
-        Save it on every rank: what differs between ranks (residuals, pending local steps) can be
-        restored only from there.
+        Save it on every rank: what differs between ranks (residuals, pending local steps) is under
+        keys that contain the rank, and can be restored only from there. On another number of ranks
+        see :func:`zeroone.checkpoint.merge`, and :func:`zeroone.checkpoint.template` for
+        ``torch.distributed.checkpoint``.
         """
-        engine, communicator = self._attached()
-        engine.settle()
-        result = super().state_dict()
-        rank = communicator.rank
-        result["state"] = {
-            index: {
-                (f"{name}.rank{rank}" if name in _OF_RANK else name): value
-                for name, value in state.items()
-            }
-            for index, state in result["state"].items()
-        }
-        result["zeroone"] = {
-            "format": _FORMAT,
-            "algorithm": type(self).__name__,
-            "rank": rank,
-            "world_size": communicator.size,
-            "counters": engine.counters,
-            f"server_error.rank{rank}": [
-                self._vectors.flat.get(("server_error", index))
-                for index in range(len(self.param_groups))
-            ],
-        }
-        return result
+        return checkpoint.save(self)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what :meth:`state_dict` returned on this rank, and writes the parameters.
 
-        A collective: ranks agree that all states fit and are of the same step before any of them
-        changes anything. Copies in place and in fp32.
+        A collective: ranks agree that all states fit, are of the same step, and have the same
+        anchor and moments, before any of them changes anything. Copies in place and in fp32.
+
+        Also takes a state that :func:`zeroone.checkpoint.merge` made of those of another number of
+        ranks, or one of ``torch.optim.AdamW``, ``torch.optim.Adam``, or DeepSpeed's ``OnebitAdam``
+        or ``ZeroOneAdam``. Of these it keeps the step and both moments, and the anchor is the
+        parameters as they are: load the model first.
 
         Raises:
-            ValueError: the state is of another algorithm, layout, rank or world size, or damaged.
-            DisagreementError: another rank's state does not fit, or is of another step.
+            ValueError: the state is of another algorithm, layout or rank, or of some of the ranks
+                alone, or damaged.
+            DisagreementError: another rank's state does not fit, or is another one.
         """
-        engine, communicator = self._attached()
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = hook(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
-        try:
-            copies = self._planned_copies(state_dict)
-            counters = _checked_counters(state_dict["zeroone"].get("counters"), engine.counters)
-        except Exception as failure:
-            tell_others(communicator, failure)
-            raise
-        _core.agree(communicator, [(f"saved {key}", str(counters[key])) for key in counters])
-
-        for target, source in copies:
-            target.copy_(source)
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
-        engine.counters = counters
-        engine.write_parameters(self._tensors(gradients=False), self._options())
-        self._parameters_written()
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-    def _planned_copies(
-        self, state_dict: dict[str, Any]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(target, source) of every tensor; raises ValueError if the state does not fit."""
-        _, communicator = self._attached()
-        rank = communicator.rank
-        own = state_dict.get("zeroone")
-        if not isinstance(own, dict) or own.get("format") != _FORMAT:
-            raise ValueError("this state_dict was not saved by this version of zeroone")
-        for what, here in (
-            ("algorithm", type(self).__name__),
-            ("rank", rank),
-            ("world_size", communicator.size),
-        ):
-            if own.get(what) != here:
-                raise ValueError(f"this state_dict is of {what} {own.get(what)}, here it is {here}")
-        groups, state = state_dict.get("param_groups"), state_dict.get("state")
-        if not isinstance(groups, list) or not isinstance(state, dict):
-            raise ValueError("this state_dict lacks 'param_groups' or 'state'")
-        sizes = [len(group["params"]) for group in self.param_groups]
-        saved_sizes = [len(group.get("params", ())) for group in groups]
-        if sizes != saved_sizes:
-            raise ValueError(
-                f"this state_dict has parameter groups of {saved_sizes} tensors, the optimizer has "
-                f"{sizes}"
-            )
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            if missing := group.keys() - saved.keys():
-                raise ValueError(f"this state_dict lacks {sorted(missing)} of a parameter group")
-            _check_options(saved)
-
-        pairs: list[tuple[str, torch.Tensor, Any]] = []
-        for index, parameter in enumerate(self._parameters()):
-            saved = state.get(index, {})
-            for name, target in self.state[parameter].items():
-                key = f"{name}.rank{rank}" if name in _OF_RANK else name
-                pairs.append((f"{key} of parameter {index}", target, saved.get(key)))
-        key = f"server_error.rank{rank}"
-        errors: Sequence[Any] = own.get(key, ())
-        for index in range(len(self.param_groups)):
-            target_error = self._vectors.flat.get(("server_error", index))
-            if target_error is not None:
-                source = errors[index] if index < len(errors) else None
-                pairs.append((f"{key} of parameter group {index}", target_error, source))
-        for what, target, source in pairs:
-            if not isinstance(source, torch.Tensor) or source.shape != target.shape:
-                found = f"of shape {list(source.shape)}" if isinstance(source, torch.Tensor) else ""
-                raise ValueError(
-                    f"this state_dict has {what} {found or 'missing'}, expected shape "
-                    f"{list(target.shape)}"
-                )
-        return [(target, source) for _, target, source in pairs]
-
-
-def _checked_counters(saved: Any, own: dict[str, Any]) -> dict[str, Any]:
-    """`saved`, if it has the structure of `own`; raises ValueError."""
-
-    def check(found: Any, expected: Any, where: str) -> None:
-        if isinstance(expected, dict):
-            if not isinstance(found, dict) or found.keys() != expected.keys():
-                raise ValueError(f"this state_dict has damaged {where}: {found}")
-            for key, value in expected.items():
-                check(found[key], value, f"{where}[{key!r}]")
-        elif isinstance(expected, list):
-            if not isinstance(found, list):
-                raise ValueError(f"this state_dict has damaged {where}: {found}")
-            if expected and isinstance(expected[0], dict):
-                if len(found) != len(expected):
-                    raise ValueError(f"this state_dict has {len(found)} {where}")
-                for item, value in zip(found, expected, strict=True):
-                    check(item, value, where)
-            elif not all(isinstance(item, float) for item in found):
-                raise ValueError(f"this state_dict has damaged {where}: {found}")
-        elif type(found) is not type(expected):
-            raise ValueError(f"this state_dict has damaged {where}: {found!r}")
-
-    check(saved, own, "counters")
-    result: dict[str, Any] = saved
-    return result
-
-
-def _hash(tensor: torch.Tensor) -> str:
-    values = tensor.contiguous()
-    return f"bytes with hash {_core.hash_bytes(values.data_ptr(), values.nbytes):016x}"
+        checkpoint.load(self, state_dict, _check_options)
 
 
 def _range(name: Callable[[], str]) -> AbstractContextManager[object]:
@@ -724,6 +656,35 @@ def _check_options(group: dict[str, Any]) -> None:
         raise ValueError(f"Invalid epsilon value: {eps}")
     if not 0 <= weight_decay < float("inf"):
         raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+
+
+# What makes a recipe anew in a copy; functions of the module, so that they can be pickled.
+def _zero_one_adam(
+    variance: schedules.Schedule,
+    sync: schedules.Schedule,
+    scale: str,
+    bias_correction: bool,
+    dense_wire: str,
+) -> _core.Recipe:
+    return _core.zero_one_adam(
+        variance.native(),
+        sync.native(),
+        parse_scale(scale),
+        bias_correction,
+        parse_dense_wire(dense_wire),
+    )
+
+
+def _one_bit_adam(
+    warmup_steps: int, scale: str, bias_correction: bool, dense_wire: str
+) -> _core.Recipe:
+    return _core.one_bit_adam(
+        warmup_steps, parse_scale(scale), bias_correction, parse_dense_wire(dense_wire)
+    )
+
+
+def _adamw(bias_correction: bool, dense_wire: str) -> _core.Recipe:
+    return _core.adamw(bias_correction, parse_dense_wire(dense_wire))
 
 
 class ZeroOneAdam(_Optimizer):
@@ -783,18 +744,16 @@ class ZeroOneAdam(_Optimizer):
         process_group: dist.ProcessGroup | None = None,
         broadcast_parameters: bool = True,
     ) -> None:
-        def make_recipe() -> _core.Recipe:
-            return _core.zero_one_adam(
-                (variance_schedule or schedules.Doubling()).native(),
-                (sync_schedule or schedules.LearningRateTied()).native(),
-                parse_scale(scale),
-                bias_correction,
-                parse_dense_wire(dense_wire),
-            )
-
         super().__init__(
             params,
-            make_recipe,
+            partial(
+                _zero_one_adam,
+                variance_schedule or schedules.Doubling(),
+                sync_schedule or schedules.LearningRateTied(),
+                scale,
+                bias_correction,
+                dense_wire,
+            ),
             lr=lr,
             betas=betas,
             eps=eps,
@@ -833,9 +792,7 @@ class OneBitAdam(_Optimizer):
     ) -> None:
         super().__init__(
             params,
-            lambda: _core.one_bit_adam(
-                warmup_steps, parse_scale(scale), bias_correction, parse_dense_wire(dense_wire)
-            ),
+            partial(_one_bit_adam, warmup_steps, scale, bias_correction, dense_wire),
             lr=lr,
             betas=betas,
             eps=eps,
@@ -869,7 +826,7 @@ class AdamW(_Optimizer):
     ) -> None:
         super().__init__(
             params,
-            lambda: _core.adamw(bias_correction, parse_dense_wire(dense_wire)),
+            partial(_adamw, bias_correction, dense_wire),
             lr=lr,
             betas=betas,
             eps=eps,

