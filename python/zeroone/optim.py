@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from zeroone import _core, schedules
-from zeroone.distributed import make_communicator, parse_scale, tell_others
+from zeroone.distributed import Group, make_communicator, parse_scale, tell_others
 from zeroone.stats import Stats
 
 __all__ = ["AdamW", "OneBitAdam", "ZeroOneAdam"]
@@ -90,7 +90,7 @@ class _Optimizer(torch.optim.Optimizer):
         eps: float,
         weight_decay: float,
         maximize: bool,
-        process_group: dist.ProcessGroup | None,
+        process_group: Group | None,
         broadcast_parameters: bool,
     ) -> None:
         self._engine: _core.Engine | None = None
@@ -575,8 +575,9 @@ class ZeroOneAdam(_Optimizer):
         sync_schedule: steps of one-bit averages (default
             ``schedules.LearningRateTied(max_interval=16)``).
         scale: "l1" (default), a block's mean absolute value, or "l2", its root mean square.
-        process_group: the ranks to average over (default None: all, or this process alone where
-            ``torch.distributed`` is not initialised by the first step).
+        process_group: the ranks to average over, a process group or a device mesh of one dimension
+            (default None: all, or this process alone where ``torch.distributed`` is not initialised
+            by the first step).
         broadcast_parameters: start from rank 0's parameters on all ranks (default True).
 
     Construction is a collective, as is every :meth:`step` that refreshes or syncs. Not
@@ -601,7 +602,7 @@ class ZeroOneAdam(_Optimizer):
         variance_schedule: schedules.Schedule | None = None,
         sync_schedule: schedules.Schedule | None = None,
         scale: str = "l1",
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Group | None = None,
         broadcast_parameters: bool = True,
     ) -> None:
         def make_recipe() -> _core.Recipe:
@@ -647,7 +648,7 @@ class OneBitAdam(_Optimizer):
         bias_correction: bool = True,
         maximize: bool = False,
         scale: str = "l1",
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Group | None = None,
         broadcast_parameters: bool = True,
     ) -> None:
         super().__init__(
@@ -680,7 +681,7 @@ class AdamW(_Optimizer):
         *,
         bias_correction: bool = True,
         maximize: bool = False,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Group | None = None,
         broadcast_parameters: bool = True,
     ) -> None:
         super().__init__(
