@@ -289,6 +289,7 @@ def local_gradients(module: DistributedDataParallel) -> DistributedDataParallel:
     module.register_comm_hook(None, keep)  # for programs that turn synchronisation on again
     # As within no_sync(): otherwise find_unused_parameters sends a map with every backward pass.
     module.require_backward_grad_sync = False
+    module.static_graph = False  # which fails where the first pass does not synchronise
     module.broadcast_buffers = False
     return module
 
