@@ -293,6 +293,9 @@ class _Optimizer(torch.optim.Optimizer):
         ]
         if changed:
             self._engine.adopt(self._tensors(gradients=False), self._options(), changed)
+            parameters = self._parameters()
+            for index in changed:
+                self._written[index] = _Written(parameters[index])
 
     @torch.no_grad()
     def adopt_parameters(self) -> None:
@@ -385,6 +388,7 @@ class _Optimizer(torch.optim.Optimizer):
         restored only from there.
         """
         engine, communicator = self._attached()
+        self._adopt()
         engine.settle()
         result = super().state_dict()
         rank = communicator.rank
