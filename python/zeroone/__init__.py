@@ -14,7 +14,8 @@ from zeroone._core import (
     available_instruction_sets,
     instruction_set,
 )
-from zeroone.distributed import OneBitAllReduce, local_gradients
+from zeroone.data import even_batches
+from zeroone.distributed import OneBitAllReduce, average_buffers, local_gradients
 from zeroone.optim import AdamW, OneBitAdam, ZeroOneAdam
 from zeroone.stats import ResidualNorms, Stats, log_stats
 
@@ -30,7 +31,9 @@ __all__ = [
     "ZeroOneAdam",
     "__version__",
     "available_instruction_sets",
+    "average_buffers",
     "checkpoint",
+    "even_batches",
     "instruction_set",
     "local_gradients",
     "log_stats",

@@ -61,6 +61,10 @@ def save(optimizer: _Optimizer) -> StateDict:
     for pre_hook in optimizer._optimizer_state_dict_pre_hooks.values():
         pre_hook(optimizer)
     engine, communicator = optimizer._attached()
+    # Within consolidated() the parameters are no part of the state; and where the state was filled
+    # in place, it is that of other parameters till load_state_dict is called.
+    if not optimizer._is_consolidated and not optimizer._vectors.written_from_outside():
+        optimizer._adopt()
     engine.settle()
     rank = communicator.rank
     counters = engine.counters
@@ -148,6 +152,7 @@ def load(
 
     for target, source, _ in plan.copies:
         target.copy_(source())
+    optimizer._vectors.note()
     for group, settings in zip(optimizer.param_groups, plan.groups, strict=True):
         group.update(settings)
     engine.counters = plan.counters
@@ -689,6 +694,7 @@ def set_state(optimizer: _Optimizer, state: dict[str, Any]) -> None:
         if (name, group) not in optimizer._vectors.flat:  # of a rank's chunk: attach looks for it
             optimizer._vectors.allocate(name, group, values.numel())
         optimizer._vectors.flat[name, group].copy_(values)
+    optimizer._vectors.note()
     for index in range(len(optimizer.param_groups)):
         optimizer._make_state(index)
     if state["counters"] is not None:

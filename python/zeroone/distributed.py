@@ -5,14 +5,19 @@ from __future__ import annotations
 import atexit
 import weakref
 from datetime import timedelta
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from zeroone import _core
 
-__all__ = ["OneBitAllReduce", "local_gradients", "make_communicator"]
+__all__ = ["Group", "OneBitAllReduce", "average_buffers", "local_gradients", "make_communicator"]
+
+# What every `process_group=` takes.
+Group: TypeAlias = dist.ProcessGroup | DeviceMesh
 
 
 _live: weakref.WeakSet[_ProcessGroupOperations] = weakref.WeakSet()
@@ -39,6 +44,21 @@ class _ProcessGroupOperations:
         self._next_id = 0
         _live.add(self)
 
+    @property
+    def rank(self) -> int:
+        return self._group.rank()
+
+    @property
+    def size(self) -> int:
+        return self._group.size()
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """The bytes ``values`` of all ranks, in their order; as many on every rank."""
+        send, receive = (self.allocate(n * values.numel())[0] for n in (1, self.size))
+        self._buffers[send].copy_(values)
+        self.all_gather(send, 0, values.numel(), receive, 0, self.size * values.numel())
+        return self._buffers.pop(receive)
+
     def allocate(self, size: int) -> tuple[int, int]:
         buffer = torch.zeros(size, dtype=torch.uint8)
         self._next_id += 1
@@ -52,9 +72,8 @@ class _ProcessGroupOperations:
         return self._buffers[buffer].narrow(0, offset, size)
 
     def _failed(self, operation: str, size: int, cause: Exception) -> _core.CommunicationError:
-        rank, ranks = self._group.rank(), self._group.size()
         return _core.CommunicationError(
-            f"{operation} of {size} bytes failed on rank {rank} of {ranks}: {cause}"
+            f"{operation} of {size} bytes failed on rank {self.rank} of {self.size}: {cause}"
         )
 
     def all_to_all(
@@ -110,15 +129,40 @@ def _timeout(group: dist.ProcessGroup) -> timedelta | None:
     return timeout
 
 
-def make_communicator(process_group: dist.ProcessGroup | None = None) -> _core.Communicator:
+def _resolve(process_group: Group | None) -> dist.ProcessGroup:
+    """The process group that is meant (None: the default one), of which this rank is a member."""
+    group = process_group if process_group is not None else dist.group.WORLD
+    if group is None:
+        raise RuntimeError("torch.distributed has no default process group")
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names
+            raise ValueError(
+                f"process_group is a mesh of {group.ndim} dimensions, {names or 'without names'}; "
+                f"pass the one to average over, such as mesh[{names[0] if names else 'dp'!r}]"
+            )
+        if group.get_coordinate() is None:
+            raise ValueError(f"rank {dist.get_rank()} is not in the mesh {group.mesh.tolist()}")
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):  # what new_group returns to those left out
+        raise ValueError(f"rank {dist.get_rank()} is not in the process group")
+    return group
+
+
+def operations_on(process_group: Group | None) -> _ProcessGroupOperations:
+    """Collectives on the user's own group (None: the default one), for the length of one call."""
+    group = _resolve(process_group)
+    _timeout(group)  # refuses a backend without CPU tensors
+    return _ProcessGroupOperations(group)
+
+
+def make_communicator(process_group: Group | None = None) -> _core.Communicator:
     """A communicator over a private copy of ``process_group`` (None: of the default group).
 
     A collective among the group's ranks, and no one else's. The copy has the group's backend and
     timeout; it is private because two users of one group, on two threads, would deadlock.
     """
-    group = process_group if process_group is not None else dist.group.WORLD
-    if group is None:
-        raise RuntimeError("torch.distributed has no default process group")
+    group = _resolve(process_group)
     ranks = dist.get_process_group_ranks(group)
     private = dist.new_group(
         ranks,
@@ -129,9 +173,8 @@ def make_communicator(process_group: dist.ProcessGroup | None = None) -> _core.C
     )
     # It lives until the program destroys all groups: torch would give its name, and the addresses
     # that the store keeps under it, to the next group (measured: "connection refused").
-    return _core.PythonCommunicator(
-        private.rank(), private.size(), _ProcessGroupOperations(private)
-    )
+    operations = _ProcessGroupOperations(private)
+    return _core.PythonCommunicator(operations.rank, operations.size, operations)
 
 
 class OneBitAllReduce:
@@ -144,22 +187,20 @@ class OneBitAllReduce:
     Args:
         numel: elements of the vector; at least 1 and equal on all ranks.
         scale: "l1", a block's mean absolute value, or "l2", its root mean square.
-        process_group: the ranks that take part; None: all, or this process alone where
-            ``torch.distributed`` is not initialised.
+        process_group: the ranks that take part, a process group or a device mesh of one dimension;
+            None: all, or this process alone where ``torch.distributed`` is not initialised.
 
     Construction and :meth:`reduce_` are collectives. Not thread-safe.
 
     Raises:
-        ValueError: an invalid ``numel`` or ``scale`` on this rank.
+        ValueError: an invalid ``numel`` or ``scale`` on this rank, or it is not in the group.
         DisagreementError: ranks differ in ``numel`` or ``scale``, or another rank failed.
     """
 
     worker_error: torch.Tensor
     server_error: torch.Tensor
 
-    def __init__(
-        self, numel: int, scale: str = "l1", process_group: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, numel: int, scale: str = "l1", process_group: Group | None = None) -> None:
         vectors: dict[str, torch.Tensor] = {}
 
         def allocate(name: str, group: int, size: int) -> int:
@@ -237,9 +278,15 @@ def tell_others(communicator: _core.Communicator, failure: Exception) -> None:
 def local_gradients(module: DistributedDataParallel) -> DistributedDataParallel:
     """Opts ``module`` out of its own averaging: gradients stay those of this rank.
 
-    Call it once, before the first backward pass. Buckets and hooks of the module go on to work;
-    nothing is sent.
+    Call it once, before the first backward pass. The module then sends nothing at all, buffers
+    included (see :func:`average_buffers`), whatever ``find_unused_parameters`` and
+    ``static_graph`` are, and ranks may make different numbers of passes.
+
+    Raises:
+        TypeError: ``module`` is not a ``DistributedDataParallel``.
     """
+    if not isinstance(module, DistributedDataParallel):
+        raise TypeError(f"expected a DistributedDataParallel, got {type(module).__name__}")
 
     # No annotations: DistributedDataParallel refuses strings, which all are in this file.
     def keep(_, bucket):  # type: ignore[no-untyped-def]
@@ -247,5 +294,61 @@ def local_gradients(module: DistributedDataParallel) -> DistributedDataParallel:
         future.set_result(bucket.buffer())
         return future
 
-    module.register_comm_hook(None, keep)
+    module.register_comm_hook(None, keep)  # for programs that turn synchronisation on again
+    # As within no_sync(): otherwise find_unused_parameters sends a map with every backward pass.
+    module.require_backward_grad_sync = False
+    module.static_graph = False  # which fails where the first pass does not synchronise
+    module.broadcast_buffers = False
     return module
+
+
+@torch.no_grad()
+def average_buffers(module: torch.nn.Module, process_group: Group | None = None) -> None:
+    """Makes the buffers of ``module``, such as BatchNorm's statistics, equal on all ranks.
+
+    Floating-point buffers become their mean over the ranks, in their own type (summed in float64,
+    in the order of ranks); all others become those of the first rank. Parameters stay as they are.
+    Call it where all ranks do, before evaluation and export, together with ``optimizer.sync()``.
+
+    A collective: one exchange, whatever the number of buffers, of their bytes from each rank to
+    each other; that many times the number of ranks is held for its duration. Does nothing where
+    ``torch.distributed`` is not initialised.
+
+    Args:
+        module: on every rank with buffers of the same names, shapes and types.
+        process_group: the ranks to average over, a process group or a device mesh of one dimension
+            (default None: all).
+
+    Raises:
+        DisagreementError: ranks have different buffers, or another rank failed. None is changed.
+        CommunicationError: the exchange failed. No buffer is changed.
+    """
+    if process_group is None and not (dist.is_available() and dist.is_initialized()):
+        return
+    operations = operations_on(process_group)
+    communicator = _core.PythonCommunicator(operations.rank, operations.size, operations)
+    buffers = dict(module.named_buffers())
+    try:
+        own = [buffer.cpu().reshape(-1).view(torch.uint8) for buffer in buffers.values()]
+    except RuntimeError as failure:  # of a layout without bytes, such as a sparse one
+        tell_others(communicator, failure)
+        raise
+    _core.agree(
+        communicator,
+        [(f"buffer {name}", f"{b.dtype} {list(b.shape)}") for name, b in buffers.items()],
+    )
+    sizes = [part.numel() for part in own]
+    total = sum(sizes)
+    if total == 0:
+        return
+    everything = operations.gather(torch.cat(own)).view(-1, total)
+    parts = [part.split(sizes) for part in everything]
+    for index, buffer in enumerate(buffers.values()):
+        # The clone is aligned for the buffer's type.
+        values = [part[index].clone().view(buffer.dtype).view(buffer.shape) for part in parts]
+        if buffer.is_floating_point():
+            mean = torch.zeros(buffer.shape, dtype=torch.float64)
+            for value in values:
+                mean += value
+            values[0] = mean / len(values)
+        buffer.copy_(values[0])

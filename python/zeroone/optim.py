@@ -14,7 +14,13 @@ import torch
 import torch.distributed as dist
 
 from zeroone import _core, checkpoint, schedules
-from zeroone.distributed import make_communicator, parse_dense_wire, parse_scale, tell_others
+from zeroone.distributed import (
+    Group,
+    make_communicator,
+    parse_dense_wire,
+    parse_scale,
+    tell_others,
+)
 from zeroone.stats import ResidualNorms, Stats, Watch
 
 __all__ = ["AdamW", "OneBitAdam", "ZeroOneAdam"]
@@ -36,6 +42,7 @@ class _Vectors:
 
     def __init__(self) -> None:
         self.flat: dict[tuple[str, int], torch.Tensor] = {}
+        self._versions: dict[tuple[str, int], int] = {}
 
     def allocate(self, name: str, group: int, numel: int) -> int:
         if (name, group) in self.flat:  # of a copy, made before its engine asked for it
@@ -44,7 +51,16 @@ class _Vectors:
         memory = torch.empty(numel + skew)
         _core.prefer_huge_pages(memory.data_ptr(), memory.nbytes)
         self.flat[name, group] = memory.zero_()[skew:]
+        self._versions[name, group] = memory._version
         return self.flat[name, group].data_ptr()
+
+    def note(self) -> None:
+        """What is in the vectors now was meant to be there."""
+        self._versions = {key: vector._version for key, vector in self.flat.items()}
+
+    def written_from_outside(self) -> bool:
+        """Whether somebody, such as a loader that fills a state_dict in place, wrote to them."""
+        return any(vector._version != self._versions[key] for key, vector in self.flat.items())
 
     def view(self, name: str, group: int, offset: int, like: torch.Tensor) -> torch.Tensor:
         return self.flat[name, group].narrow(0, offset, like.numel()).view(like.shape)
@@ -107,7 +123,7 @@ class _Optimizer(torch.optim.Optimizer):
         eps: float,
         weight_decay: float,
         maximize: bool,
-        process_group: dist.ProcessGroup | None,
+        process_group: Group | None,
         broadcast_parameters: bool,
     ) -> None:
         self._begin(make_recipe, process_group, broadcast_parameters)
@@ -137,7 +153,7 @@ class _Optimizer(torch.optim.Optimizer):
     def _begin(
         self,
         make_recipe: Callable[[], _core.Recipe],
-        process_group: dist.ProcessGroup | None,
+        process_group: Group | None,
         broadcast_parameters: bool,
     ) -> None:
         """The attributes of an optimizer without parameters."""
@@ -390,6 +406,9 @@ class _Optimizer(torch.optim.Optimizer):
             raise RuntimeError("not inside consolidated(): its parameters are not the optimizer's")
         if changed:
             self._engine.adopt(self._tensors(gradients=False), self._options(), changed)
+            parameters = self._parameters()
+            for index in changed:
+                self._written[index] = _Written(parameters[index])
 
     @torch.no_grad()
     def adopt_parameters(self) -> None:
@@ -427,6 +446,7 @@ class _Optimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One optimizer step. A collective at refreshes and syncs: every rank must call it.
@@ -714,8 +734,9 @@ class ZeroOneAdam(_Optimizer):
         dense_wire: "fp32" (default), "bf16" or "fp16": what a dense exchange carries; the mean is
             taken in fp32. In fp16 gradients above 65504 make a rank count as zero, and those below
             6e-8 are lost.
-        process_group: the ranks to average over (default None: all, or this process alone where
-            ``torch.distributed`` is not initialised by the first step).
+        process_group: the ranks to average over, a process group or a device mesh of one dimension
+            (default None: all, or this process alone where ``torch.distributed`` is not initialised
+            by the first step).
         broadcast_parameters: start from rank 0's parameters on all ranks (default True).
 
     Construction is a collective, as is every :meth:`step` that refreshes or syncs. Not
@@ -741,7 +762,7 @@ class ZeroOneAdam(_Optimizer):
         sync_schedule: schedules.Schedule | None = None,
         scale: str = "l1",
         dense_wire: str = "fp32",
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Group | None = None,
         broadcast_parameters: bool = True,
     ) -> None:
         super().__init__(
@@ -787,7 +808,7 @@ class OneBitAdam(_Optimizer):
         maximize: bool = False,
         scale: str = "l1",
         dense_wire: str = "fp32",
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Group | None = None,
         broadcast_parameters: bool = True,
     ) -> None:
         super().__init__(
@@ -821,7 +842,7 @@ class AdamW(_Optimizer):
         bias_correction: bool = True,
         maximize: bool = False,
         dense_wire: str = "fp32",
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Group | None = None,
         broadcast_parameters: bool = True,
     ) -> None:
         super().__init__(

@@ -1157,6 +1157,7 @@ void Engine::Impl::set_counters(Counters counters) {
     }
   }
   counters_ = std::move(counters);
+  adopted_ = 0;
   mark_frozen();
   for (Slab& slab : slabs_) {
     slab.lag = 0;            // saved vectors are settled

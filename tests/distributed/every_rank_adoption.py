@@ -1,5 +1,6 @@
 """On every rank: values that others wrote to parameters are taken over, alike on all ranks."""
 
+import copy
 from collections.abc import Callable
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 import trial
 from every_rank_trajectory import everything
+from torch.optim.swa_utils import AveragedModel
 from trial import Trial, bits, constant
 
 import zeroone
@@ -55,6 +57,38 @@ def test_loaded_model(world: int, rank: int, steps: int) -> None:
     ours.run(8)
     assert "sync" in ours.twin.kinds[steps:]
     assert (module[0] - values(module[0])).abs().median() < 0.05
+
+
+@pytest.mark.parametrize("steps", WHEN)
+@pytest.mark.parametrize("ranks", ["all", "first"])
+def test_state_of_what_was_loaded(world: int, rank: int, steps: int, ranks: str) -> None:
+    """A state that is saved then holds it, and loading that one at once, as Accelerate does with
+    every optimizer it prepares, does not bring the old values back."""
+    ours = make(world, rank, steps, weight_decay=0.5)
+    parameter = ours.parameters[0][0]
+    load(parameter)
+    adopt(ours, 0, 0)
+    if ranks == "all":
+        ours.optimizer.load_state_dict(copy.deepcopy(ours.optimizer.state_dict()))
+    elif rank == 0:
+        ours.optimizer.state_dict()
+    torch.testing.assert_close(parameter, values(parameter), rtol=1e-6, atol=0)
+    ours.run(8)
+
+
+def test_averaged_weights(world: int, rank: int) -> None:
+    """An average over what the ranks shared, swapped in, is what the training goes on from."""
+    ours = make(world, rank, steps=0)
+    module = torch.nn.ParameterList(ours.parameters[0])
+    average = AveragedModel(module)
+    for steps in (0, 2, 4):  # nothing is pending after 2 and 6 steps
+        ours.run(steps)
+        average.update_parameters(module)
+    module.load_state_dict(average.module.state_dict())
+    for i, held in enumerate(average.module.parameters()):
+        ours.twin.adopt(0, i, [held.detach().numpy()] * world)
+    ours.compare()
+    ours.run(8)
 
 
 @pytest.mark.parametrize("steps", WHEN)

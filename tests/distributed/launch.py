@@ -71,13 +71,14 @@ def run_ranks(
     seconds: float = 60,
     timeout: float = 30,
     dies: Collection[int] = (),
+    death: signal.Signals = signal.SIGKILL,
     init: bool = True,
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """`target(*arguments)` in `ranks` new processes; returns what each returned.
 
     With `init` a Gloo group of that timeout exists during the call. Ranks in `dies` must be killed
-    by SIGKILL (their result is None); all others must return within `seconds`.
+    by the signal `death` (their result is None); all others must return within `seconds`.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     variables = {
@@ -116,7 +117,7 @@ def run_ranks(
             for rank in range(ranks)
         )
         assert not late, f"ranks {late} took longer than {seconds} s:{printed}"
-        assert codes == [-signal.SIGKILL if rank in dies else 0 for rank in range(ranks)], printed
+        assert codes == [-death if rank in dies else 0 for rank in range(ranks)], printed
         return [
             None if rank in dies else pickle.loads((folder / f"{rank}.pickle").read_bytes())
             for rank in range(ranks)

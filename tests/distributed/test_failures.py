@@ -1,8 +1,10 @@
 """Ranks that die or stall: the others are told in time, and nothing has changed."""
 
+import copy
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import launch
@@ -21,6 +23,7 @@ LATE = 4.0  # the group's timeout for ranks that come late, in seconds
 PATIENT = 20.0  # and for those that die, which the others notice at once
 RANKS = 3
 DOOMED = 1
+DEATHS = {"dies": signal.SIGKILL, "is terminated": signal.SIGTERM}
 # Steps: refresh, refresh, local, local, sync.
 SCHEDULES = {"variance_schedule": EveryStep(2), "sync_schedule": Interval(3)}
 
@@ -30,8 +33,8 @@ def disturb(operation: str, how: str) -> None:
     wrapped = getattr(distributed._ProcessGroupOperations, operation)
 
     def disturbed(self: Any, *arguments: int) -> None:
-        if how == "dies":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if how in DEATHS:
+            os.kill(os.getpid(), DEATHS[how])
         time.sleep(LATE + 3)
         wrapped(self, *arguments)
 
@@ -62,6 +65,7 @@ def in_a_round(operation: str, how: str, done: int, call: str) -> tuple[float, s
         ("all_gather", "dies", 4, "step", 5),
         ("all_gather", "dies", 1, "step", 2),  # in a refresh
         ("all_to_all", "dies", 3, "sync", 3),  # in a sync by call
+        ("all_to_all", "is terminated", 4, "step", 5),
         ("all_to_all", "is late", 4, "step", 5),
     ],
 )
@@ -70,8 +74,9 @@ def test_one_rank_fails(operation: str, how: str, done: int, call: str, step: in
         in_a_round,
         RANKS,
         *(operation, how, done, call),
-        timeout=PATIENT if how == "dies" else LATE,
-        dies=[DOOMED] if how == "dies" else [],
+        timeout=PATIENT if how in DEATHS else LATE,
+        dies=[DOOMED] if how in DEATHS else [],
+        death=DEATHS.get(how, signal.SIGKILL),
     )
     for rank, end in enumerate(ends):
         if rank == DOOMED:
@@ -81,7 +86,7 @@ def test_one_rank_fails(operation: str, how: str, done: int, call: str, step: in
         assert f"failed on rank {rank} of {RANKS}" in said
         assert f"step {step}:" in said
         assert said.count("step ") == 1
-        assert seconds < PATIENT / 3 if how == "dies" else LATE - 1 < seconds < LATE + 3
+        assert seconds < PATIENT / 3 if how in DEATHS else LATE - 1 < seconds < LATE + 3
 
 
 def at_different_rounds() -> str:
@@ -110,6 +115,41 @@ def test_ranks_at_different_rounds_are_told_so() -> None:
     """Whoever's fault it is, the process must not be aborted under the program."""
     for said in launch.run_ranks(at_different_rounds, 2, timeout=LATE):
         assert "step" in said
+
+
+def in_another_order(calls: tuple[str, str]) -> tuple[str, float]:
+    """Each rank makes a call of its own, inside an interval: what it was told, and how late."""
+    rank = dist.get_rank()
+    ours = trial.zero_one_adam(constant(groups=2), rank=rank, world=2, **SCHEDULES).run(4)
+    for *_, parameter in ours.tensors():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = ours.optimizer
+    saved = copy.deepcopy(optimizer.state_dict())
+    before = everything(optimizer)
+    begin = time.monotonic()
+    call: Callable[[], object] = {
+        "consolidated": optimizer.consolidated().__enter__,
+        "load_state_dict": lambda: optimizer.load_state_dict(saved),
+    }.get(calls[rank]) or getattr(optimizer, calls[rank])
+    with pytest.raises(zeroone.Error) as caught:
+        call()
+    assert everything(optimizer) == before
+    return str(caught.value), time.monotonic() - begin
+
+
+@pytest.mark.parametrize(
+    ("calls", "words"),
+    [
+        (("step", "sync"), "rank 0 has a sync at step 5, rank 1 has sync() called at step 4"),
+        (("sync", "consolidated"), "sync() called at step 4, rank 1 has consolidated() called"),
+        (("step", "check_replicas"), ""),
+        (("load_state_dict", "sync"), ""),
+    ],
+)
+def test_calls_in_another_order(calls: tuple[str, str], words: str) -> None:
+    for said, seconds in launch.run_ranks(in_another_order, 2, calls, timeout=LATE):
+        assert words in said
+        assert seconds < LATE + 3
 
 
 def appears_later(steps: int) -> str:

@@ -46,7 +46,7 @@ def norms() -> None:
     state = optimizer.state_dict()
     rank = dist.get_rank()
     workers = [values[f"worker_error.rank{rank}"] for values in state["state"].values()]
-    servers = state["zeroone"][f"server_error.rank{rank}"]
+    servers = [group["zeroone"][f"server_error.rank{rank}"] for group in state["param_groups"]]
     for norm, vectors in ((found.worker_error, workers), (found.server_error, servers)):
         whole = torch.cat([vector.flatten() for vector in vectors]).double()
         assert norm > 0

@@ -6,7 +6,7 @@ import launch
 import pytest
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_rank(ranks: int, tmp_path: Path) -> None:
     files = sorted(launch.HERE.glob("every_rank_*.py"))
     printed = launch.torchrun(ranks, files, tmp_path, seconds=240)

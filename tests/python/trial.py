@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -128,6 +129,11 @@ class Trial:
         self._taken += kind != "skipped"
         self.compare(whole=self.t % 5 == 0)
         return kind
+
+    def go_on_in_a_copy(self) -> None:
+        """Statistics start at zero there."""
+        self.parameters, self.optimizer = copy.deepcopy((self.parameters, self.optimizer))
+        self.twin.bytes_sent = self._taken = self._skipped = 0
 
     def sync(self) -> bool:
         self.optimizer.sync()
@@ -264,20 +270,34 @@ class Trial:
             gradient[at] = bad
 
 
+OF_RECIPE = {
+    zeroone.ZeroOneAdam: ("variance_schedule", "sync_schedule", "scale"),
+    zeroone.OneBitAdam: ("warmup_steps", "scale"),
+    zeroone.AdamW: (),
+}
+
+
+def make(
+    algorithm: Any,
+    twin: Callable[..., Recipe],
+    plan: Plan,
+    shapes: Shapes,
+    wrap: Callable[[Any], Any] = lambda algorithm: algorithm,
+    **arguments: Any,
+) -> Trial:
+    """`wrap` may put something around the constructor."""
+    names = {*OF_RECIPE[algorithm], "bias_correction", "dense_wire"} & arguments.keys()
+    recipe = twin(**{name: arguments[name] for name in names})
+    return Trial(wrap(algorithm), recipe, plan, shapes, **arguments)
+
+
 def zero_one_adam(plan: Plan, shapes: Shapes = SHAPES, **arguments: Any) -> Trial:
-    of_recipe = ("variance_schedule", "sync_schedule", "scale", "bias_correction", "dense_wire")
-    recipe = {name: arguments[name] for name in of_recipe if name in arguments}
-    return Trial(zeroone.ZeroOneAdam, plain_twin.zero_one_adam(**recipe), plan, shapes, **arguments)
+    return make(zeroone.ZeroOneAdam, plain_twin.zero_one_adam, plan, shapes, **arguments)
 
 
 def one_bit_adam(plan: Plan, shapes: Shapes = SHAPES, **arguments: Any) -> Trial:
-    of_recipe = ("warmup_steps", "scale", "bias_correction", "dense_wire")
-    recipe = {name: arguments[name] for name in of_recipe if name in arguments}
-    return Trial(zeroone.OneBitAdam, plain_twin.one_bit_adam(**recipe), plan, shapes, **arguments)
+    return make(zeroone.OneBitAdam, plain_twin.one_bit_adam, plan, shapes, **arguments)
 
 
 def adamw(plan: Plan, shapes: Shapes = SHAPES, **arguments: Any) -> Trial:
-    recipe = {
-        name: arguments[name] for name in ("bias_correction", "dense_wire") if name in arguments
-    }
-    return Trial(zeroone.AdamW, plain_twin.adamw(**recipe), plan, shapes, **arguments)
+    return make(zeroone.AdamW, plain_twin.adamw, plan, shapes, **arguments)
