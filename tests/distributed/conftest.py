@@ -2,16 +2,69 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import zeroone
+from zeroone.schedules import Doubling, Interval
+
+if TYPE_CHECKING:
+    from trial import Trial
+
 # The plain twin, in every process that this one starts too.
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
+
+
+# Every algorithm with settings that bring all its kinds of step within nine steps.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ZeroOneAdam": {"variance_schedule": Doubling(2), "sync_schedule": Interval(3)},
+    "OneBitAdam": {"warmup_steps": 4},
+    "AdamW": {},
+}
+KINDS = {
+    "ZeroOneAdam": {"refresh", "sync", "local"},
+    "OneBitAdam": {"refresh", "sync"},
+    "AdamW": {"refresh"},
+}
+
+
+@pytest.fixture(params=SETTINGS)
+def algorithm(request: pytest.FixtureRequest) -> str:
+    """The name of an optimizer; all of them in turn."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def kinds(algorithm: str) -> set[str]:
+    """The kinds of step that it has."""
+    return KINDS[algorithm]
+
+
+@pytest.fixture
+def optimizer_of(algorithm: str) -> Callable[..., Any]:
+    """Makes it of parameters."""
+    return partial(getattr(zeroone, algorithm), **SETTINGS[algorithm])
+
+
+@pytest.fixture
+def trial_of(algorithm: str, world: int, rank: int) -> Callable[..., "Trial"]:
+    """Makes a trial of it from a plan, beside the plain twin."""
+    import trial
+
+    make = {
+        "ZeroOneAdam": trial.zero_one_adam,
+        "OneBitAdam": trial.one_bit_adam,
+        "AdamW": trial.adamw,
+    }[algorithm]
+    return partial(make, **{"rank": rank, "world": world, **SETTINGS[algorithm]})
 
 
 @pytest.fixture(scope="session")

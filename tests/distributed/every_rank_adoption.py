@@ -60,6 +60,24 @@ def test_loaded_model(world: int, rank: int, steps: int) -> None:
 
 
 @pytest.mark.parametrize("steps", WHEN)
+def test_what_others_wrote(trial_of: Callable[..., Trial], steps: int) -> None:
+    """Seen, then told of, then a cast: by every algorithm."""
+    ours = trial_of(constant(groups=2, weight_decay=0.0)).run(steps)
+    load(ours.parameters[0][0])
+    adopt(ours, 0, 0)
+    ours.run(3)
+    ours.sync()
+    ours.parameters[1][0].data.copy_(values(ours.parameters[1][0], seed=6))
+    ours.optimizer.adopt_parameters()
+    ours.twin.adopt(1, 0, [values(ours.parameters[1][0], seed=6).numpy()] * ours.world)
+    ours.run(3)
+    for group in ours.parameters:
+        torch.nn.ParameterList(group).to(torch.bfloat16)
+    ours.dtypes = (torch.bfloat16,)
+    ours.run(5)
+
+
+@pytest.mark.parametrize("steps", WHEN)
 @pytest.mark.parametrize("ranks", ["all", "first"])
 def test_state_of_what_was_loaded(world: int, rank: int, steps: int, ranks: str) -> None:
     """A state that is saved then holds it, and loading that one at once, as Accelerate does with

@@ -19,6 +19,9 @@ from zeroone.schedules import Doubling, EveryStep, Interval
 
 MIXED = {"variance_schedule": Doubling(2), "sync_schedule": Interval(3)}
 
+OptimizerOf = Callable[..., Any]  # fixtures: the optimizers in turn
+TrialOf = Callable[..., trial.Trial]
+
 
 def of_all(value: object) -> list[Any]:
     held: list[Any] = [None] * dist.get_world_size()
@@ -34,21 +37,16 @@ def noise(rank: int, t: int, shape: torch.Size) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp16"])
-@pytest.mark.parametrize("make", [trial.zero_one_adam, trial.adamw])
-def test_dense_wire(world: int, rank: int, make: Callable[..., trial.Trial], wire: str) -> None:
-    arguments = MIXED if make is trial.zero_one_adam else {}
-    ours = make(constant(groups=2), rank=rank, world=world, dense_wire=wire, **arguments)
-    ours.run(12)
-    assert "refresh" in ours.twin.kinds
+def test_dense_wire(trial_of: TrialOf, kinds: set[str], wire: str) -> None:
+    ours = trial_of(constant(groups=2), dense_wire=wire).run(12)
+    assert set(ours.twin.kinds) == kinds
 
 
-def test_all_types_in_one_model(world: int, rank: int) -> None:
+def test_all_types_in_one_model(trial_of: TrialOf, kinds: set[str]) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     shapes = [[(40, 30), ()], [(33,), (0,)], [(9, 9)]]
-    ours = trial.zero_one_adam(
-        constant(groups=3), shapes, rank=rank, world=world, dtype=dtypes, **MIXED
-    ).run(14)
-    assert {"refresh", "sync", "local"} == set(ours.twin.kinds)
+    ours = trial_of(constant(groups=3), shapes, dtype=dtypes).run(14)
+    assert set(ours.twin.kinds) == kinds
     ours.sync()
     ours.optimizer.check_replicas()
 
@@ -62,13 +60,13 @@ STRIDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("layout", STRIDED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_strided(world: int, rank: int, layout: str, dtype: torch.dtype) -> None:
+def test_strided(rank: int, optimizer_of: OptimizerOf, layout: str, dtype: torch.dtype) -> None:
     """The same values in other places of memory give the same values, gradients likewise."""
     start = torch.arange(12 * 10, dtype=dtype).view(12, 10) / 64
     dense = torch.nn.Parameter(start.clone().view_as(STRIDED[layout](start)))
     strided = torch.nn.Parameter(STRIDED[layout](start))
     assert not strided.is_contiguous()
-    optimizers = [zeroone.ZeroOneAdam([p], **MIXED) for p in (dense, strided)]
+    optimizers = [optimizer_of([p]) for p in (dense, strided)]
     address, strides = strided.data_ptr(), strided.stride()
     for t in range(10):
         gradient = noise(rank, t, torch.Size((12, 10))).to(dtype)
@@ -86,13 +84,13 @@ def test_strided(world: int, rank: int, layout: str, dtype: torch.dtype) -> None
     assert bits(strided.contiguous()) == bits(dense)
 
 
-def test_tied_weights(world: int, rank: int) -> None:
+def test_tied_weights(rank: int, optimizer_of: OptimizerOf) -> None:
     """One tensor in two places of a model is one parameter, with the sum of both gradients."""
     table = torch.nn.Embedding(7, 5)
     head = torch.nn.Linear(5, 7, bias=False)
     head.weight = table.weight
     model = torch.nn.Sequential(table, head)
-    optimizer = zeroone.ZeroOneAdam(model.parameters(), lr=1e-2, **MIXED)
+    optimizer = optimizer_of(model.parameters(), lr=1e-2)
     assert optimizer.stats.parameters == 35
     before = table.weight.detach().clone()
     for t in range(8):
@@ -105,12 +103,12 @@ def test_tied_weights(world: int, rank: int) -> None:
     assert len(set(of_all(bits(table.weight)))) == 1
 
 
-def test_gradients_that_are_missing(world: int, rank: int) -> None:
+def test_gradients_that_are_missing(rank: int, optimizer_of: OptimizerOf) -> None:
     """None counts as zero, on any rank and in any step; a tensor with none at all only decays."""
     some, none = (torch.nn.Parameter(torch.ones(20)) for _ in range(2))
     twin = torch.nn.Parameter(torch.ones(20))
-    ours = zeroone.ZeroOneAdam([some, none], lr=0.01, weight_decay=0.5, **MIXED)
-    theirs = zeroone.ZeroOneAdam([twin], lr=0.01, weight_decay=0.5, **MIXED)
+    ours = optimizer_of([some, none], lr=0.01, weight_decay=0.5)
+    theirs = optimizer_of([twin], lr=0.01, weight_decay=0.5)
     for t in range(9):
         missing = (t + rank) % 3 == 0
         gradient = torch.full((20,), 1.0 + rank)
@@ -127,18 +125,18 @@ def test_gradients_that_are_missing(world: int, rank: int) -> None:
 # --- freezing ------------------------------------------------------------------------------------
 
 
-def test_frozen(world: int, rank: int) -> None:
+def test_frozen(trial_of: TrialOf, kinds: set[str]) -> None:
     """Byte for byte as the twin: frozen from the start, in mid-run, and inside an interval."""
-    ours = trial.zero_one_adam(constant(groups=2), rank=rank, world=world, **MIXED)
+    ours = trial_of(constant(groups=2))
     plans = [{(0, 0), (1, 1)}, {(0, 3)}, set(), {(0, 0), (0, 1), (0, 3), (1, 0)}, {(1, 2)}]
     for t in range(30):
         ours.step(frozen=sorted(plans[t // 4 % len(plans)]))
-    assert {"refresh", "sync", "local"} == set(ours.twin.kinds)
+    assert set(ours.twin.kinds) == kinds
 
 
-def test_a_frozen_parameter_stays(world: int, rank: int) -> None:
+def test_a_frozen_parameter_stays(rank: int, optimizer_of: OptimizerOf) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-    optimizer = zeroone.ZeroOneAdam(model.parameters(), lr=0.1, variance_schedule=Doubling(2))
+    optimizer = optimizer_of(model.parameters(), lr=0.1)
     first: torch.Tensor = model[0].weight
 
     def train(steps: int) -> None:
@@ -146,6 +144,7 @@ def test_a_frozen_parameter_stays(world: int, rank: int) -> None:
             optimizer.zero_grad()
             model(noise(rank, t, torch.Size((3, 4)))).square().mean().backward()
             optimizer.step()
+        optimizer.sync()
 
     for frozen in (True, False, True):
         first.requires_grad_(not frozen)
@@ -178,12 +177,11 @@ class Scaler(torch.amp.GradScaler):
         super().__init__("cpu", init_scale=2.0**10, growth_interval=3, **arguments)
 
 
-def test_grad_scaler(world: int, rank: int) -> None:
+def test_grad_scaler(world: int, rank: int, optimizer_of: OptimizerOf) -> None:
     """Every rank enters every step; a rank whose gradient overflows counts as zero in it, and its
     own scaler alone lowers its scale. Scales are powers of two, so nothing else is rounded."""
     ours, plain = (torch.nn.Parameter(torch.ones(50, dtype=torch.float16)) for _ in range(2))
-    arguments = {"lr": 1e-2, "variance_schedule": Doubling(2), "sync_schedule": Interval(2)}
-    scaled, unscaled = (zeroone.ZeroOneAdam([p], **arguments) for p in (ours, plain))
+    scaled, unscaled = (optimizer_of([p], lr=1e-2) for p in (ours, plain))
     scaler = Scaler()
     scaler.scale(torch.ones(()))
     for t in range(12):
@@ -207,9 +205,9 @@ def test_grad_scaler(world: int, rank: int) -> None:
     assert scaled.stats.nonfinite_gradients == overflown
 
 
-def test_grad_scaler_with_autocast_and_unscale(world: int, rank: int) -> None:
+def test_grad_scaler_with_autocast_and_unscale(rank: int, optimizer_of: OptimizerOf) -> None:
     model = torch.nn.Linear(8, 4)
-    optimizer = zeroone.ZeroOneAdam(model.parameters(), lr=1e-2, **MIXED)
+    optimizer = optimizer_of(model.parameters(), lr=1e-2)
     scaler = Scaler()
     for t in range(8):
         optimizer.zero_grad()
@@ -226,12 +224,9 @@ def test_grad_scaler_with_autocast_and_unscale(world: int, rank: int) -> None:
     optimizer.check_replicas()
 
 
-@pytest.mark.parametrize("make", [trial.zero_one_adam, trial.adamw])
-def test_clip_grad_norm(world: int, rank: int, make: Callable[..., trial.Trial]) -> None:
+def test_clip_grad_norm(trial_of: TrialOf) -> None:
     """The mean's norm at refreshes, the rank's own at other steps; then the next step is free."""
-    arguments = MIXED if make is trial.zero_one_adam else {}
-    ours = make(constant(groups=2), rank=rank, world=world, **arguments)
-    free = make(constant(groups=2), rank=rank, world=world, **arguments)
+    ours, free = trial_of(constant(groups=2)), trial_of(constant(groups=2))
     for t in range(12):
         ours.step(max_norm=(0.5, 1e-3, 1e9, None)[t % 4])
         free.step()
@@ -319,8 +314,8 @@ def test_consolidated_after_an_error_within(world: int, rank: int) -> None:
 
 
 @pytest.mark.parametrize("vector", ["anchor", "exp_avg_sq", "exp_avg", "parameter"])
-def test_check_replicas(world: int, rank: int, vector: str) -> None:
-    ours = trial.zero_one_adam(constant(groups=2), rank=rank, world=world, **MIXED).run(7)
+def test_check_replicas(world: int, rank: int, trial_of: TrialOf, vector: str) -> None:
+    ours = trial_of(constant(groups=2)).run(7)
     ours.optimizer.check_replicas()
     ours.sync()
     ours.optimizer.check_replicas()
@@ -335,12 +330,12 @@ def test_check_replicas(world: int, rank: int, vector: str) -> None:
 
 @pytest.mark.parametrize("averaged", [True, False])
 def test_gradients_that_look_averaged(
-    world: int, rank: int, averaged: bool, caplog: pytest.LogCaptureFixture
+    rank: int, optimizer_of: OptimizerOf, averaged: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(5, 3))
     if not averaged:
         zeroone.local_gradients(model)
-    optimizer = zeroone.ZeroOneAdam(model.parameters())
+    optimizer = optimizer_of(model.parameters())
     with caplog.at_level(logging.WARNING, logger="zeroone"):
         for t in range(3):
             optimizer.zero_grad()
@@ -350,6 +345,13 @@ def test_gradients_that_look_averaged(
 
 
 # --- the rest of the contract --------------------------------------------------------------------
+
+
+def test_a_group_is_added(trial_of: TrialOf, kinds: set[str]) -> None:
+    ours = trial_of(constant(groups=1), [[(200,), (3,)]]).run(5)
+    ours.add_param_group([(77,), (), (0,)], constant(groups=2))
+    ours.run(12)
+    assert set(ours.twin.kinds) == kinds
 
 
 def schedulers(optimizer: Any) -> Iterator[Any]:
@@ -418,10 +420,10 @@ def test_settings_of_groups_and_tensor_lr(world: int, rank: int) -> None:
         torch.testing.assert_close(group["params"][0], other["params"][0], rtol=1e-6, atol=1e-6)
 
 
-def test_closure_hooks_and_accumulation(world: int, rank: int) -> None:
+def test_closure_hooks_and_accumulation(rank: int, optimizer_of: OptimizerOf) -> None:
     """Nothing is sent but at `step`, and zero_grad may come at any time."""
     model = torch.nn.Linear(6, 2)
-    optimizer = zeroone.ZeroOneAdam(model.parameters(), lr=1e-2, **MIXED)
+    optimizer = optimizer_of(model.parameters(), lr=1e-2)
     called: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: called.append("pre"))
     optimizer.register_step_post_hook(lambda *_: called.append("post"))
@@ -447,9 +449,9 @@ def test_closure_hooks_and_accumulation(world: int, rank: int) -> None:
     optimizer.check_replicas()
 
 
-def test_sparse_gradients_are_refused(world: int, rank: int) -> None:
+def test_sparse_gradients_are_refused(world: int, optimizer_of: OptimizerOf) -> None:
     table = torch.nn.Embedding(5, 2, sparse=True)
-    optimizer = zeroone.ZeroOneAdam(table.parameters())
+    optimizer = optimizer_of(table.parameters())
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(RuntimeError, match="sparse=False"):
         optimizer.step()

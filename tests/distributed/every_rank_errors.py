@@ -154,6 +154,18 @@ DIFFERENT: dict[str, tuple[Make, Make, str, str]] = {
         "LearningRateTied(16)",
     ),
     "algorithm": (AdamW, ZeroOneAdam, "AdamW", "ZeroOneAdam"),
+    "warmup_steps": (
+        lambda p: OneBitAdam(p, warmup_steps=5),
+        lambda p: OneBitAdam(p, warmup_steps=4),
+        "5",
+        "4",
+    ),
+    "dense_wire": (
+        lambda p: AdamW(p, dense_wire="bf16"),
+        AdamW,
+        "bf16",
+        "fp32",
+    ),
     "broadcast_parameters": (
         lambda p: ZeroOneAdam(p, broadcast_parameters=False),
         ZeroOneAdam,

@@ -26,6 +26,11 @@ DOOMED = 1
 DEATHS = {"dies": signal.SIGKILL, "is terminated": signal.SIGTERM}
 # Steps: refresh, refresh, local, local, sync.
 SCHEDULES = {"variance_schedule": EveryStep(2), "sync_schedule": Interval(3)}
+ALGORITHMS: dict[str, tuple[Callable[..., trial.Trial], dict[str, Any]]] = {
+    "0/1 Adam": (trial.zero_one_adam, SCHEDULES),
+    "1-bit Adam": (trial.one_bit_adam, {"warmup_steps": 2}),
+    "AdamW": (trial.adamw, {}),
+}
 
 
 def disturb(operation: str, how: str) -> None:
@@ -33,6 +38,7 @@ def disturb(operation: str, how: str) -> None:
     wrapped = getattr(distributed._ProcessGroupOperations, operation)
 
     def disturbed(self: Any, *arguments: int) -> None:
+        setattr(distributed._ProcessGroupOperations, operation, wrapped)
         if how in DEATHS:
             os.kill(os.getpid(), DEATHS[how])
         time.sleep(LATE + 3)
@@ -41,10 +47,11 @@ def disturb(operation: str, how: str) -> None:
     setattr(distributed._ProcessGroupOperations, operation, disturbed)
 
 
-def in_a_round(operation: str, how: str, done: int, call: str) -> tuple[float, str]:
+def in_a_round(algorithm: str, operation: str, how: str, done: int, call: str) -> tuple[float, str]:
     """Seconds until the error, and its text."""
     rank = dist.get_rank()
-    ours = trial.zero_one_adam(constant(groups=2), rank=rank, world=RANKS, **SCHEDULES).run(done)
+    make, arguments = ALGORITHMS[algorithm]
+    ours = make(constant(groups=2), rank=rank, world=RANKS, **arguments).run(done)
     for *_, parameter in ours.tensors():
         parameter.grad = torch.ones_like(parameter)
     if rank == DOOMED:
@@ -55,25 +62,49 @@ def in_a_round(operation: str, how: str, done: int, call: str) -> tuple[float, s
     seconds = time.monotonic() - begin
     ours.twin.bytes_sent = ours.optimizer.stats.bytes_sent  # some of them in vain
     ours.compare()  # with the state from before the step
+    if how == "is late":
+        goes_on_in_a_new_group(ours)
     return seconds, str(caught.value)
 
 
+def goes_on_in_a_new_group(ours: trial.Trial) -> None:
+    """All ranks live, but the group's connections are closed for good."""
+    begin = time.monotonic()
+    with pytest.raises(zeroone.CommunicationError):
+        ours.optimizer.step()
+    assert time.monotonic() - begin < 1
+    fresh = zeroone.ZeroOneAdam(
+        [{"params": group} for group in ours.parameters],
+        process_group=dist.new_group(range(RANKS)),
+        **SCHEDULES,
+    )
+    fresh.load_state_dict(copy.deepcopy(ours.optimizer.state_dict()))
+    ours.optimizer = fresh
+    ours.twin.bytes_sent = ours._taken = 0  # statistics start at zero there
+    assert ours.step() == "sync"
+    ours.run(5)
+
+
 @pytest.mark.parametrize(
-    ("operation", "how", "done", "call", "step"),
+    ("algorithm", "operation", "how", "done", "call", "step"),
     [
-        ("all_to_all", "dies", 4, "step", 5),  # in a sync
-        ("all_gather", "dies", 4, "step", 5),
-        ("all_gather", "dies", 1, "step", 2),  # in a refresh
-        ("all_to_all", "dies", 3, "sync", 3),  # in a sync by call
-        ("all_to_all", "is terminated", 4, "step", 5),
-        ("all_to_all", "is late", 4, "step", 5),
+        ("0/1 Adam", "all_to_all", "dies", 4, "step", 5),  # in a sync
+        ("0/1 Adam", "all_gather", "dies", 4, "step", 5),
+        ("0/1 Adam", "all_gather", "dies", 1, "step", 2),  # in a refresh
+        ("0/1 Adam", "all_to_all", "dies", 3, "sync", 3),  # in a sync by call
+        ("0/1 Adam", "all_to_all", "is terminated", 4, "step", 5),
+        ("0/1 Adam", "all_to_all", "is late", 4, "step", 5),
+        ("1-bit Adam", "all_gather", "dies", 4, "step", 5),  # in a sync
+        ("AdamW", "all_gather", "dies", 4, "step", 5),
     ],
 )
-def test_one_rank_fails(operation: str, how: str, done: int, call: str, step: int) -> None:
+def test_one_rank_fails(
+    algorithm: str, operation: str, how: str, done: int, call: str, step: int
+) -> None:
     ends = launch.run_ranks(
         in_a_round,
         RANKS,
-        *(operation, how, done, call),
+        *(algorithm, operation, how, done, call),
         timeout=PATIENT if how in DEATHS else LATE,
         dies=[DOOMED] if how in DEATHS else [],
         death=DEATHS.get(how, signal.SIGKILL),

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import trial
+from conftest import SETTINGS
 from plain_twin import Options
 from trial import bits
 
@@ -22,16 +23,15 @@ STEPS = 16
 STOPS = [1, 4, 5, 6, 9]
 
 
-def make(dtype: torch.dtype, start: float) -> tuple[list[torch.nn.Parameter], Any]:
+def make(
+    dtype: torch.dtype, start: float, algorithm: str = "ZeroOneAdam"
+) -> tuple[list[torch.nn.Parameter], Any]:
     parameters = [torch.nn.Parameter(torch.full(s, start, dtype=dtype)) for g in SHAPES for s in g]
     groups = [
         {"params": parameters[:3], "weight_decay": 0.1},
         {"params": parameters[3:], "betas": (0.8, 0.99)},
     ]
-    optimizer = zeroone.ZeroOneAdam(
-        groups, lr=2e-3, variance_schedule=Doubling(2), sync_schedule=Interval(3)
-    )
-    return parameters, optimizer
+    return parameters, getattr(zeroone, algorithm)(groups, lr=2e-3, **SETTINGS[algorithm])
 
 
 def train(parameters: list[torch.nn.Parameter], optimizer: Any, steps: range) -> Iterator[int]:
@@ -51,24 +51,25 @@ def digest(parameters: list[torch.nn.Parameter], optimizer: Any) -> list[Any]:
     saved = optimizer.state_dict()
     key = f"server_error.rank{dist.get_rank()}"
     vectors = [(k, bits(x)) for state in saved["state"].values() for k, x in state.items()]
-    errors = [group["zeroone"][key] for group in saved["param_groups"]]
+    groups = [group["zeroone"] for group in saved["param_groups"]]
+    errors = [group[key] for group in groups if key in group]  # AdamW has none
     settings = [group["lr"] for group in saved["param_groups"]]
     return [trial.counters(saved), settings, vectors, *map(bits, [*errors, *parameters])]
 
 
-def never_stops(folder: Path, dtype: torch.dtype) -> list[Any]:
-    parameters, optimizer = make(dtype, start=0.5)
+def never_stops(folder: Path, dtype: torch.dtype, algorithm: str) -> list[Any]:
+    parameters, optimizer = make(dtype, 0.5, algorithm)
     for t in train(parameters, optimizer, range(1, STEPS + 1)):
         if t in STOPS:
             torch.save(optimizer.state_dict(), folder / f"{t}.rank{dist.get_rank()}.pt")
     return digest(parameters, optimizer)
 
 
-def resumes(folder: Path, dtype: torch.dtype) -> list[Any]:
+def resumes(folder: Path, dtype: torch.dtype, algorithm: str) -> list[Any]:
     digests = []
     for stop in STOPS:
         saved = torch.load(folder / f"{stop}.rank{dist.get_rank()}.pt")
-        parameters, optimizer = make(dtype, start=-1.0)  # to be overwritten
+        parameters, optimizer = make(dtype, -1.0, algorithm)  # to be overwritten
         addresses = [p.data_ptr() for p in parameters]
         optimizer.load_state_dict(saved)
         for _ in train(parameters, optimizer, range(stop + 1, STEPS + 1)):
@@ -78,13 +79,23 @@ def resumes(folder: Path, dtype: torch.dtype) -> list[Any]:
     return digests
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("algorithm", "dtype", "pending"),
+    [
+        ("ZeroOneAdam", torch.float32, [0, 1, 2, 0, 2]),
+        ("ZeroOneAdam", torch.bfloat16, [0, 1, 2, 0, 2]),
+        ("OneBitAdam", torch.float32, [0] * 5),
+        ("AdamW", torch.bfloat16, [0] * 5),
+    ],
+)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_resume(ranks: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    wanted = launch.run_ranks(never_stops, ranks, tmp_path, dtype)
-    found = launch.run_ranks(resumes, ranks, tmp_path, dtype)
-    pending = [torch.load(tmp_path / f"{t}.rank0.pt") for t in STOPS]
-    assert [trial.counters(s)["slabs"][0]["pending"] for s in pending] == [0, 1, 2, 0, 2]
+def test_resume(
+    ranks: int, algorithm: str, dtype: torch.dtype, pending: list[int], tmp_path: Path
+) -> None:
+    wanted = launch.run_ranks(never_stops, ranks, tmp_path, dtype, algorithm)
+    found = launch.run_ranks(resumes, ranks, tmp_path, dtype, algorithm)
+    saved = [torch.load(tmp_path / f"{t}.rank0.pt") for t in STOPS]
+    assert [trial.counters(s)["slabs"][0]["pending"] for s in saved] == pending
     for rank in range(ranks):
         for stop, end in zip(STOPS, found[rank], strict=True):
             assert end == wanted[rank], (rank, stop)

@@ -143,13 +143,15 @@ def train(module: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int)
     return losses
 
 
-@pytest.mark.parametrize("algorithm", ["AdamW", "ZeroOneAdam"])
+@pytest.mark.parametrize("algorithm", ["AdamW", "ZeroOneAdam", "OneBitAdam"])
 def test_refresh_every_step_is_torch_adamw(algorithm: str) -> None:
     modules = model(), model()
     arguments: dict[str, Any] = {"lr": 5e-3, "weight_decay": 0.1}
     losses = train(modules[0], torch.optim.AdamW(modules[0].parameters(), **arguments), 60)
     if algorithm == "ZeroOneAdam":
         arguments["variance_schedule"] = EveryStep()
+    elif algorithm == "OneBitAdam":
+        arguments["warmup_steps"] = 60
     ours = getattr(zeroone, algorithm)(modules[1].parameters(), **arguments)
     assert train(modules[1], ours, 60) == pytest.approx(losses, rel=1e-3)
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
