@@ -29,7 +29,7 @@ class Loader:
         return iter(range(self.count))
 
 
-@pytest.mark.parametrize("counts", [[0, 0, 0], [3, 0, 2], [0, 4, 7], [5, 5, 5]])
+@pytest.mark.parametrize("counts", [[0, 0, 0, 0], [3, 0, 2, 1], [0, 4, 7, 9], [5, 5, 5, 5]])
 def test_even_batches(world: int, rank: int, counts: list[int]) -> None:
     longest = max(counts[:world])
     for _ in range(2):

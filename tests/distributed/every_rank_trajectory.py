@@ -323,7 +323,7 @@ def test_stats_are_the_closed_form(world: int, rank: int, counted: Counted) -> N
 
 
 def test_one_bit_steps_cost_about_one_bit(world: int, rank: int) -> None:
-    shapes = [[(20_000,)]]
+    shapes = [[(40_000,)]]
     ours = trial.one_bit_adam(constant(), shapes, rank=rank, world=world, warmup_steps=1).run(1)
     before = ours.optimizer.stats
     ours.run(3)
