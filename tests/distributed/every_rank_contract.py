@@ -4,6 +4,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -460,18 +461,24 @@ def test_a_parameter_of_another_shape(world: int, rank: int) -> None:
         optimizer.step()
 
 
-def test_rows_first_seen_late(world: int, rank: int) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(
+            zeroone.ZeroOneAdam,
+            variance_schedule=Doubling(2, until=20),
+            sync_schedule=EveryStep(),
+        ),
+        partial(zeroone.OneBitAdam, warmup_steps=20),
+    ],
+    ids=["ZeroOneAdam", "OneBitAdam"],
+)
+def test_rows_first_seen_late(world: int, rank: int, make: OptimizerOf) -> None:
     """An embedding row whose first gradient comes long after v is held learns as the others did."""
     table = torch.nn.Embedding(6, 4)
     torch.nn.init.zeros_(table.weight)
     never = table.weight.detach()[5].clone()
-    optimizer = zeroone.ZeroOneAdam(
-        table.parameters(),
-        lr=1e-2,
-        weight_decay=0,
-        variance_schedule=Doubling(2, until=20),
-        sync_schedule=EveryStep(),
-    )
+    optimizer = make(table.parameters(), lr=1e-2, weight_decay=0)
     longest = 0.0
     for t in range(200):
         optimizer.zero_grad()

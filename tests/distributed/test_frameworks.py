@@ -22,10 +22,11 @@ LINE = re.compile(
 )
 
 
-def run(recipe: str, output: Path, *arguments: str) -> tuple[list[int], str]:
+def run_recipe(recipe: str, ranks: int, output: Path, *arguments: str) -> tuple[list[int], str]:
     """[steps, refreshes, syncs] and the digest of the parameters, which all ranks share."""
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(ranks)),
         *(str(RECIPES / recipe), "--output", str(output), *arguments),
     ]
     done = subprocess.run(
@@ -39,8 +40,8 @@ def run(recipe: str, output: Path, *arguments: str) -> tuple[list[int], str]:
     printed = done.stdout + done.stderr
     assert done.returncode == 0, printed
     lines = LINE.findall(printed)
-    assert sorted(rank for rank, *_ in lines) == ["0", "1"], printed
-    (rest,) = {tuple(rest) for _, *rest in lines}  # the same on both ranks
+    assert sorted(rank for rank, *_ in lines) == [str(rank) for rank in range(ranks)], printed
+    (rest,) = {tuple(rest) for _, *rest in lines}  # the same on all ranks
     return [int(count) for count in rest[:3]], rest[-1]
 
 
@@ -53,7 +54,7 @@ def run(recipe: str, output: Path, *arguments: str) -> tuple[list[int], str]:
     ],
 )
 def test_recipe(recipe: str, saved: str, tmp_path: Path) -> None:
-    counts, whole = run(recipe, tmp_path)
+    counts, whole = run_recipe(recipe, 2, tmp_path)
     steps, refreshes, syncs = counts
     assert steps == 32
     assert refreshes > 0
@@ -70,7 +71,7 @@ def test_recipe(recipe: str, saved: str, tmp_path: Path) -> None:
     assert pending[0].any()
     assert not torch.equal(*pending)
 
-    counts, resumed = run(recipe, tmp_path, "--resume")
+    counts, resumed = run_recipe(recipe, 2, tmp_path, "--resume")
     assert counts[0] == 16
     assert resumed == whole
 

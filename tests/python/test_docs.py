@@ -164,21 +164,41 @@ def constant(path: Path, node: ast.expr) -> int | None:
     return None
 
 
+def parameters_of(test: ast.FunctionDef) -> dict[str, set[int]]:
+    """The integers that parametrize, and Hypothesis' integers(first, last), give its arguments."""
+    values: dict[str, set[int]] = {}
+    for call in (node for node in test.decorator_list if isinstance(node, ast.Call)):
+        if ast.unparse(call.func) == "pytest.mark.parametrize":
+            names, rows = call.args
+            columns = names.elts if isinstance(names, ast.Tuple) else [names]
+            for row in rows.elts if isinstance(rows, ast.List) else []:
+                cells = row.elts if isinstance(names, ast.Tuple) else [row]  # type: ignore[attr-defined]
+                for column, cell in zip(columns, cells, strict=True):
+                    if isinstance(cell, ast.Constant) and type(cell.value) is int:
+                        values.setdefault(ast.literal_eval(column), set()).add(cell.value)
+        for keyword in call.keywords:
+            if found := re.fullmatch(r"st\.integers\((\d+), (\d+)\)", ast.unparse(keyword.value)):
+                values[str(keyword.arg)] = set(range(int(found[1]), int(found[2]) + 1))
+    return values
+
+
 def ranks_of(path: Path, name: str) -> set[int]:
     """With how many ranks a test runs."""
     test = function(path, name)
     assert test is not None, f"{path} has no {name}"
     if path.name.startswith("every_rank_"):
         return ranks_of(path.parent / "test_torchrun.py", "test_every_rank")
-    ranks = set()
+    parameters = parameters_of(test)
+    ranks: set[int] = set()
     for node in ast.walk(test):
-        if isinstance(node, ast.Call) and len(node.args) > 1:
-            called = ast.unparse(node.func)
-            if called == "pytest.mark.parametrize" and ast.unparse(node.args[0]) == "'ranks'":
-                ranks |= set(ast.literal_eval(node.args[1]))
-            if called.endswith("run_ranks"):
-                ranks.add(constant(path, node.args[1]))
-    return {number for number in ranks if number is not None} or {1}
+        if isinstance(node, ast.Call) and node.args:
+            called = ast.unparse(node.func).split(".")[-1]
+            first = called in ("World", "torchrun")  # threads; processes
+            if first or called in ("run_ranks", "run_recipe"):
+                number = node.args[0 if first else 1]
+                value = constant(path, number)
+                ranks |= parameters.get(ast.unparse(number), set()) | {value or 0}
+    return ranks - {0} or {1}
 
 
 def test_every_cell_of_the_matrix_has_its_tests() -> None:
