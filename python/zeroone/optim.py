@@ -104,6 +104,11 @@ def _check_parameter(name: str, parameter: torch.Tensor) -> None:
         )
     if parameter.device.type != "cpu":
         raise ValueError(f"parameter {name} is on {parameter.device}; supported is the CPU")
+    if parameter.numel() and parameter.data_ptr() == 0:
+        raise ValueError(
+            f"parameter {name} is a {type(parameter).__name__} without memory of its own; "
+            "supported are plain tensors, whole on every rank"
+        )
 
 
 class _Optimizer(torch.optim.Optimizer):

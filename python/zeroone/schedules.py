@@ -36,7 +36,12 @@ class _Checked:
 
 @dataclass(frozen=True)
 class EveryStep(_Checked):
-    """Every step; with ``until``, up to and including that one."""
+    """Every step; with ``until``, up to and including that one.
+
+    As a variance schedule it has points after ``until``, too, a power of two and about t / 16 steps
+    apart. They serve rows and modules whose first gradient comes late, and cost nothing where there
+    are none.
+    """
 
     until: int | None = None
 
@@ -58,7 +63,9 @@ class Interval(_Checked):
 class Doubling(_Checked):
     """Gaps of ``2 ** (j // kappa)`` steps after event j = 0, 1, ...; none after step ``until``.
 
-    About ``kappa * log2(T / kappa + 1)`` events in T steps (arXiv 2202.06009, section 5).
+    About ``kappa * log2(T / kappa + 1)`` events in T steps (arXiv 2202.06009, section 5). As a
+    variance schedule its points go on after ``until`` for rows and modules whose first gradient
+    comes late, and cost nothing where there are none.
     """
 
     kappa: int = 16

@@ -81,8 +81,9 @@ class Stats:
 
     @property
     def dense_step_seconds(self) -> float:
-        """Mean time of a refresh: what a step with dense averaging takes on this link, without
-        forward and backward pass. nan on one rank, and before 9 refreshes.
+        """Mean time of a refresh: what a step with dense averaging, in the type of ``dense_wire``,
+        takes on this link, without forward and backward pass. nan on one rank, and before 9
+        refreshes.
 
         A dense step that sends while the backward pass still runs hides some of it.
         """

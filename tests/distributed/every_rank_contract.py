@@ -13,6 +13,8 @@ import torch.distributed as dist
 import trial
 from every_rank_trajectory import everything
 from plain_twin import Options
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import lr_scheduler
 from trial import bits, constant
 
@@ -451,6 +453,13 @@ def test_sparse_gradients_are_refused(world: int, optimizer_of: OptimizerOf) -> 
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(RuntimeError, match="sparse=False"):
         optimizer.step()
+
+
+def test_sharded_parameters_are_refused(world: int, rank: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    parameter = torch.nn.Parameter(DTensor.from_local(torch.ones(4), mesh, [Shard(0)]))
+    with pytest.raises(ValueError, match="parameter 0 of parameter group 0 is a DTensor without"):
+        zeroone.ZeroOneAdam([parameter])
 
 
 def test_a_parameter_of_another_shape(world: int, rank: int) -> None:
