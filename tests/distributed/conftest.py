@@ -56,7 +56,7 @@ def optimizer_of(algorithm: str) -> Callable[..., Any]:
 
 @pytest.fixture
 def trial_of(algorithm: str, world: int, rank: int) -> Callable[..., "Trial"]:
-    """Makes a trial of it from a plan, beside the plain twin."""
+    """Makes a trial of it, with few tensors, from a plan for two groups."""
     import trial
 
     make = {
@@ -64,7 +64,8 @@ def trial_of(algorithm: str, world: int, rank: int) -> Callable[..., "Trial"]:
         "OneBitAdam": trial.one_bit_adam,
         "AdamW": trial.adamw,
     }[algorithm]
-    return partial(make, **{"rank": rank, "world": world, **SETTINGS[algorithm]})
+    settings = {"rank": rank, "world": world, **SETTINGS[algorithm]}
+    return partial(make, **{"shapes": [[(50, 45), ()], [(13,), (0, 3)]], **settings})
 
 
 @pytest.fixture(scope="session")

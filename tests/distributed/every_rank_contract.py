@@ -49,7 +49,7 @@ def test_dense_wire(trial_of: TrialOf, kinds: set[str], wire: str) -> None:
 def test_all_types_in_one_model(trial_of: TrialOf, kinds: set[str]) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     shapes = [[(40, 30), ()], [(33,), (0,)], [(9, 9)]]
-    ours = trial_of(constant(groups=3), shapes, dtype=dtypes).run(14)
+    ours = trial_of(constant(groups=3), shapes=shapes, dtype=dtypes).run(14)
     assert set(ours.twin.kinds) == kinds
     ours.sync()
     ours.optimizer.check_replicas()
@@ -62,8 +62,14 @@ STRIDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("layout", STRIDED)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        ("transposed", torch.float32),
+        ("every second", torch.bfloat16),
+        ("channels last", torch.float32),
+    ],
+)
 def test_strided(rank: int, optimizer_of: OptimizerOf, layout: str, dtype: torch.dtype) -> None:
     """The same values in other places of memory give the same values, gradients likewise."""
     start = torch.arange(12 * 10, dtype=dtype).view(12, 10) / 64
@@ -132,8 +138,8 @@ def test_gradients_that_are_missing(rank: int, optimizer_of: OptimizerOf) -> Non
 def test_frozen(trial_of: TrialOf, kinds: set[str]) -> None:
     """Byte for byte as the twin: frozen from the start, in mid-run, and inside an interval."""
     ours = trial_of(constant(groups=2))
-    plans = [{(0, 0), (1, 1)}, {(0, 3)}, set(), {(0, 0), (0, 1), (0, 3), (1, 0)}, {(1, 2)}]
-    for t in range(30):
+    plans = [{(0, 0), (1, 1)}, {(0, 1)}, set(), {(0, 0), (0, 1), (1, 0), (1, 1)}, {(1, 0)}]
+    for t in range(24):
         ours.step(frozen=sorted(plans[t // 4 % len(plans)]))
     assert set(ours.twin.kinds) == kinds
 
@@ -317,19 +323,20 @@ def test_consolidated_after_an_error_within(world: int, rank: int) -> None:
     assert everything(ours.optimizer) == before
 
 
-@pytest.mark.parametrize("vector", ["anchor", "exp_avg_sq", "exp_avg", "parameter"])
-def test_check_replicas(world: int, rank: int, trial_of: TrialOf, vector: str) -> None:
+def test_check_replicas(world: int, rank: int, trial_of: TrialOf) -> None:
     ours = trial_of(constant(groups=2)).run(7)
     ours.optimizer.check_replicas()
     ours.sync()
     ours.optimizer.check_replicas()
     parameter = ours.parameters[1][0]
     state = ours.optimizer.state[parameter]
-    values = parameter.data if vector == "parameter" else state[vector]
-    if rank == world - 1:
-        values.view(-1)[int(state["exp_avg_sq"].argmax())] *= 1 + 2**-20
-    with pytest.raises(zeroone.DisagreementError, match=f"{vector} of 0 of parameter group 1"):
-        ours.optimizer.check_replicas()
+    at = int(state["exp_avg_sq"].argmax())
+    for vector in ("parameter", "exp_avg", "exp_avg_sq", "anchor"):  # later ones are named first
+        values = parameter.data if vector == "parameter" else state[vector]
+        if rank == world - 1:
+            values.view(-1)[at] *= 1 + 2**-20
+        with pytest.raises(zeroone.DisagreementError, match=f"{vector} of 0 of parameter group 1"):
+            ours.optimizer.check_replicas()
 
 
 @pytest.mark.parametrize("averaged", [True, False])
@@ -352,9 +359,9 @@ def test_gradients_that_look_averaged(
 
 
 def test_a_group_is_added(trial_of: TrialOf, kinds: set[str]) -> None:
-    ours = trial_of(constant(groups=1), [[(200,), (3,)]]).run(5)
+    ours = trial_of(constant(groups=1), shapes=[[(200,), (3,)]]).run(5)
     ours.add_param_group([(77,), (), (0,)], constant(groups=2))
-    ours.run(12)
+    ours.run(9)
     assert set(ours.twin.kinds) == kinds
 
 
