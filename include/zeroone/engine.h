@@ -41,7 +41,7 @@ struct SlabCounters {
   double sum = 0;             // S, of the pending steps
   double previous_sum = 0;    // S of the last compressed round; 0: there was none
   double decay = 1;           // P, of the pending steps
-  std::vector<std::int64_t> frozen;  // tensors that take no part; changes only where nothing is pending
+  std::vector<std::int64_t> frozen;  // tensors that take no part in the interval
 
   friend bool operator==(const SlabCounters&, const SlabCounters&) = default;
 };
@@ -71,6 +71,7 @@ struct Stats {
   std::int64_t bytes_sent = 0;          // handed to the network by this rank in rounds, headers and padding included
   std::int64_t bytes_received = 0;
   std::int64_t dense_bytes = 0;         // what averaging the gradients in fp32 would have sent: 8 n (W - 1) / W per step
+  std::int64_t mean_bytes_sent = 0;     // by write_mean
   std::int64_t setup_bytes_sent = 0;    // parameters broadcast by `attach`
   double local_seconds = 0;             // local steps
   double encode_seconds = 0;
@@ -121,9 +122,9 @@ class Engine {
   /// What the next `step` will do if some rank's gradient is finite.
   StepKind next_step(std::span<const GroupOptions> options) const;
 
-  /// Makes all replicas equal now; sends nothing if no local step is pending. A collective.
+  /// Makes all replicas equal now; sends nothing if no local step is pending. A collective. `error`: see `step`.
   void sync(Communicator& communicator, std::span<const Tensor> tensors, std::span<const GroupOptions> options,
-            int threads = 1);
+            int threads = 1, std::string_view error = {});
 
   /// Writes to the parameters what they would be if all ranks' pending steps were averaged exactly: equal on all
   /// ranks. The state does not change; `write_parameters` goes back. A collective: one dense fp32 exchange, none if no

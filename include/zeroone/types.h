@@ -20,8 +20,8 @@ struct TensorSpec {
 };
 
 /// One parameter's memory, owned by the caller, contiguous, collected anew at every call.
-/// A null `gradient` counts as zero. A `frozen` tensor stays as it is: it takes no part from the next step on before which
-/// no local step is pending; all ranks freeze the same.
+/// A null `gradient` counts as zero. A `frozen` tensor stays as it is. What is frozen changes with a round: at a step that has
+/// one if no local step was pending before it, else after it. All ranks freeze the same.
 struct Tensor {
   void* data = nullptr;
   const void* gradient = nullptr;

@@ -104,10 +104,11 @@ class PythonEngine {
     read({}, options);
     return static_cast<int>(engine_.next_step(options_));
   }
-  void sync(Communicator& communicator, nb::handle tensors, nb::handle options, int threads) {
+  void sync(Communicator& communicator, nb::handle tensors, nb::handle options, int threads,
+            const std::string& error) {
     read(tensors, options);
     const nb::gil_scoped_release release;
-    engine_.sync(communicator, tensors_, options_, threads);
+    engine_.sync(communicator, tensors_, options_, threads, error);
   }
   void adopt(nb::handle tensors, nb::handle options, const std::vector<std::int64_t>& indices) {
     read(tensors, options);
@@ -179,6 +180,7 @@ class PythonEngine {
     d["bytes_sent"] = s.bytes_sent;
     d["bytes_received"] = s.bytes_received;
     d["dense_bytes"] = s.dense_bytes;
+    d["mean_bytes_sent"] = s.mean_bytes_sent;
     d["setup_bytes_sent"] = s.setup_bytes_sent;
     d["bits_per_parameter_step"] = s.bits_per_parameter_step();
     d["local_seconds"] = s.local_seconds;
@@ -298,7 +300,7 @@ NB_MODULE(_core, m) {
            "error"_a = "")
       .def("write_mean", &PythonEngine::write_mean, "communicator"_a, "tensors"_a, "options"_a, "threads"_a)
       .def("next_step", &PythonEngine::next_step, "options"_a)
-      .def("sync", &PythonEngine::sync, "communicator"_a, "tensors"_a, "options"_a, "threads"_a)
+      .def("sync", &PythonEngine::sync, "communicator"_a, "tensors"_a, "options"_a, "threads"_a, "error"_a = "")
       .def("adopt", &PythonEngine::adopt, "tensors"_a, "options"_a, "indices"_a)
       .def("adopt_all", &PythonEngine::adopt_all, "tensors"_a, "options"_a)
       .def("write_parameters", &PythonEngine::write_parameters, "tensors"_a, "options"_a)

@@ -101,6 +101,7 @@ class Engine:
         tensors: Sequence[_TensorTuple],
         options: Sequence[_OptionsTuple],
         threads: int,
+        error: str = "",
     ) -> None: ...
     def adopt(
         self,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import os
 import re
 from collections import defaultdict
@@ -144,7 +145,12 @@ def load(
         for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(optimizer, state_dict)
             state_dict = state_dict if replaced is None else replaced
-        plan = _planned(optimizer, state_dict, check_options)
+        try:
+            plan = _planned(optimizer, state_dict, check_options)
+        except (AttributeError, KeyError, OverflowError, TypeError) as damage:
+            raise ValueError(
+                f"this state_dict is damaged: {type(damage).__name__}: {damage}"
+            ) from damage
     except Exception as failure:
         tell_others(communicator, failure)
         raise
@@ -178,6 +184,14 @@ def _planned(
         missing = [key for key in _SETTINGS if key not in saved]
         if missing:
             raise ValueError(f"this state_dict lacks {missing} of parameter group {index}")
+    for index, (group, saved) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
+        here, there = group.get("param_names"), saved.get("param_names")
+        # Other names may be other wrappers' ("module.", "_orig_mod."); another order is a mistake.
+        if here and there and here != there and sorted(here) == sorted(there):
+            raise ValueError(
+                f"this state_dict has the parameters {there} in group {index}, the optimizer has "
+                f"them in the order {here}"
+            )
     owned = ["zeroone" in saved for saved in groups]
     if all(owned):
         counters, copies = _own(optimizer, groups, state)
@@ -238,7 +252,7 @@ def _own(
             f"{[len(saved['params']) for saved in groups]} tensors, the optimizer has {sizes}"
         )
     whole = groups[0]["zeroone"]
-    if type(whole["world_size"]) is not int or whole["world_size"] < 1:
+    if type(whole["world_size"]) is not int or not 1 <= whole["world_size"] < 2**31:
         raise ValueError(f"this state_dict has damaged world_size: {whole['world_size']!r}")
     if not isinstance(whole["counters"], Mapping):
         raise ValueError(f"this state_dict has damaged counters: {whole['counters']!r}")
@@ -250,10 +264,16 @@ def _own(
         engine.counters,
     )
     for slab, size in zip(counters["slabs"], sizes, strict=True):
-        if not all(0 <= i < size for i in slab["frozen"]):
+        if not all(0 <= i < size for i in slab["frozen"]) or len(set(slab["frozen"])) != len(
+            slab["frozen"]
+        ):
             raise ValueError(f"this state_dict has damaged frozen tensors: {slab['frozen']}")
     ranks = _ranks_to_read(whole["world_size"], communicator, groups, state)
 
+    frozen, first = set(), 0  # of all groups; no step of the interval was theirs
+    for slab, size in zip(counters["slabs"], sizes, strict=True):
+        frozen |= {first + i for i in slab["frozen"]}
+        first += size
     copies: list[_Copy] = []
     every_id = (i for saved in groups for i in saved["params"])
     for parameter, slab, where in _places(optimizer, counters["slabs"]):
@@ -264,7 +284,8 @@ def _own(
             saved is None or (isinstance(saved, Mapping) and saved.get("step") != slab["step"])
         ):
             _logger.warning("no saved state of %s, which is frozen: it keeps its own", where)
-            decay = slab["decay"]
+            index = next(i for i, p in enumerate(optimizer._parameters()) if p is parameter)
+            decay = 1.0 if index in frozen else slab["decay"]
             anchor = partial(_anchor_of, parameter, decay)
             copies.append((vectors["anchor"], anchor, f"anchor of {where}"))
             copies.append((vectors["accumulated"], partial(torch.zeros, parameter.shape), ""))
@@ -376,7 +397,9 @@ def _checked_counters(saved: Any, own: dict[str, Any]) -> dict[str, Any]:
                     check(item, value, where)
             elif not all(type(item) is (int if "frozen" in where else float) for item in found):
                 raise ValueError(f"this state_dict has damaged {where}: {found}")
-        elif type(found) is not type(expected):
+        elif type(found) is not type(expected) or not (
+            0 <= found < 2**63 if isinstance(found, int) else math.isfinite(found)
+        ):
             raise ValueError(f"this state_dict has damaged {where}: {found!r}")
 
     check(saved, own, "counters")
@@ -404,6 +427,15 @@ def merge(states: Sequence[StateDict]) -> StateDict:
     """
     if not states:
         raise ValueError("there is no state to merge")
+    try:
+        return _merged(states)
+    except (AttributeError, KeyError, TypeError) as damage:
+        raise ValueError(
+            f"one of these states is damaged: {type(damage).__name__}: {damage}"
+        ) from damage
+
+
+def _merged(states: Sequence[StateDict]) -> StateDict:
     first = states[0]
     held: list[int] = []
     for number, saved in enumerate(states):
@@ -541,6 +573,11 @@ def _taken_over(
         raise ValueError(
             f"this state_dict has {len(groups)} parameter groups, the optimizer has "
             f"{len(optimizer.param_groups)}"
+        )
+    ids = [i for saved in groups for i in saved["params"]]
+    if len(set(ids)) != len(ids) or not state.keys() <= set(ids):
+        raise ValueError(
+            f"this state_dict has state of the parameters {list(state)}, its groups name {ids}"
         )
     slabs: list[dict[str, Any]] = []
     copies: list[_Copy] = []

@@ -43,7 +43,7 @@ def even_batches(
     """
     try:
         length = len(loader)  # type: ignore[arg-type]
-    except TypeError:
+    except Exception:  # loaders raise what they like, and the others are about to ask
         length = -1
     lengths = [length]
     if process_group is not None or (dist.is_available() and dist.is_initialized()):

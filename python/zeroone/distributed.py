@@ -343,6 +343,7 @@ def average_buffers(module: torch.nn.Module, process_group: Group | None = None)
         return
     everything = operations.gather(torch.cat(own)).view(-1, total)
     parts = [part.split(sizes) for part in everything]
+    results = []
     for index, buffer in enumerate(buffers.values()):
         # The clone is aligned for the buffer's type.
         values = [part[index].clone().view(buffer.dtype).view(buffer.shape) for part in parts]
@@ -351,4 +352,6 @@ def average_buffers(module: torch.nn.Module, process_group: Group | None = None)
             for value in values:
                 mean += value
             values[0] = mean / len(values)
-        buffer.copy_(values[0])
+        results.append(values[0].to(buffer.dtype))
+    for buffer, result in zip(buffers.values(), results, strict=True):
+        buffer.copy_(result)

@@ -97,7 +97,8 @@ def _check_parameter(name: str, parameter: torch.Tensor) -> None:
     if parameter.layout != torch.strided:
         raise ValueError(f"parameter {name} has layout {parameter.layout}; supported is strided")
     sizes_and_strides = zip(parameter.shape, parameter.stride(), strict=True)
-    if parameter.numel() and any(size > 1 and stride == 0 for size, stride in sizes_and_strides):
+    extent = 1 + sum((size - 1) * stride for size, stride in sizes_and_strides)
+    if parameter.numel() > extent:
         raise ValueError(
             f"parameter {name} has elements that share memory (strides {parameter.stride()}); "
             "make it whole with .contiguous()"
@@ -172,6 +173,7 @@ class _Optimizer(torch.optim.Optimizer):
         self._borrowed: list[torch.Tensor] = []  # copies of gradients, alive during a call
         self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []  # strided, and a dense copy
         self._max_norm = math.inf
+        self._valid_options: list[tuple[float, float, float, float, float, bool]] = []
         self._is_consolidated = False
         self._watch = Watch()
         self._of: tuple[int, int] | None = None  # the rank, and of how many, that the state is of
@@ -205,18 +207,22 @@ class _Optimizer(torch.optim.Optimizer):
         index = len(self.param_groups)
         failure: Exception | None = None
         layout: list[tuple[str, int]] = []
+        new: list[tuple[str, str]] = []
         try:
+            if self._communicator is not None:  # after construction
+                self._adopt()
             super().add_param_group(param_group)
             group = self.param_groups[index]
-            for name, parameter in self._named(group, index):
-                _check_parameter(name, parameter)
             _check_options(group)
+            self._check_parameters()
+            self._check_memory()
             layout = self._layout(group, index)
+            new = self._settings()
         except Exception as error:
             failure = error
         try:
-            if self._communicator is not None:  # after construction
-                new = [
+            if self._communicator is not None:
+                new += [
                     (f"tensor {i} of parameter group {index}", f"{name} with {numel} elements")
                     for i, (name, numel) in enumerate(layout)
                 ]
@@ -232,8 +238,18 @@ class _Optimizer(torch.optim.Optimizer):
         self._engine.add_group(layout)
         self._make_state(index)
         if self._communicator is not None:
-            self._adopt()
             self._attach(self._communicator)
+
+    def _check_memory(self) -> None:
+        """Raises ValueError if two parameters are one piece of memory: it would get both steps."""
+        names: dict[int, str] = {}
+        for index, group in enumerate(self.param_groups):
+            for name, parameter in self._named(group, index):
+                if parameter.numel() == 0:
+                    continue
+                other = names.setdefault(parameter.data_ptr(), name)
+                if other != name:
+                    raise ValueError(f"parameters {other} and {name} share their memory")
 
     @staticmethod
     def _named(group: dict[str, Any], index: int) -> list[tuple[str, torch.Tensor]]:
@@ -259,6 +275,20 @@ class _Optimizer(torch.optim.Optimizer):
                     state[name] = self._vectors.view(name, index, offset, parameter)
             offset += parameter.numel()
 
+    def _settings(self) -> list[tuple[str, str]]:
+        """What the ranks must have in common."""
+        settings = [("broadcast_parameters", str(self._broadcast_parameters))]
+        for index, group in enumerate(self.param_groups):
+            settings += [
+                (f"{name} of parameter group {index}", str(value))
+                for name, value in zip(
+                    ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize"),
+                    _options(group),
+                    strict=True,
+                )
+            ]
+        return settings
+
     def _attach(self, communicator: _core.Communicator) -> None:
         """Agrees with the other ranks and takes the parameters as the anchor."""
         assert self._engine is not None
@@ -270,20 +300,11 @@ class _Optimizer(torch.optim.Optimizer):
             )
             tell_others(communicator, failure)
             raise failure
-        settings = [("broadcast_parameters", str(self._broadcast_parameters))]
-        for index, group in enumerate(self.param_groups):
-            settings += [
-                (f"{name} of parameter group {index}", str(value))
-                for name, value in zip(
-                    ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize"),
-                    _options(group),
-                    strict=True,
-                )
-            ]
+        self._valid_options = self._options()
         self._engine.attach(
             communicator,
             self._tensors(gradients=False),
-            settings,
+            self._settings(),
             self._broadcast_parameters,
             torch.get_num_threads(),
         )
@@ -327,10 +348,11 @@ class _Optimizer(torch.optim.Optimizer):
         A strided parameter is worked on in a dense copy; `_parameters_written` writes it back.
         """
         self._staged.clear()
+        self._check_parameters()
         factor = 1.0
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)  # set by a GradScaler
-        if scale is not None:
-            factor = 1 / float(scale)
+        if scale is not None:  # 0: it has backed off for ever, as no gradient was finite
+            factor = 1 / float(scale) if scale else math.inf
         tensors = []
         for parameter in self._parameters():
             data: torch.Tensor = parameter
@@ -348,25 +370,30 @@ class _Optimizer(torch.optim.Optimizer):
                     _DTYPES[parameter.dtype],
                     0 if gradient is None else _DTYPES[gradient.dtype],
                     factor,
-                    not parameter.requires_grad and gradient is None,
+                    not parameter.requires_grad and parameter.grad is None,
                 )
             )
         return tensors
+
+    def _check_parameters(self) -> None:
+        for index, group in enumerate(self.param_groups):
+            for name, parameter in self._named(group, index):
+                _check_parameter(name, parameter)
+                state = self.state.get(parameter)
+                if state and parameter.shape != state["anchor"].shape:
+                    raise RuntimeError(
+                        f"parameter {name} has shape {list(parameter.shape)}, at construction it "
+                        f"had {list(state['anchor'].shape)}"
+                    )
 
     def _check_gradients(self) -> None:
         for index, group in enumerate(self.param_groups):
             _check_options(group)
             for name, parameter in self._named(group, index):
-                _check_parameter(name, parameter)
-                shape = self.state[parameter]["anchor"].shape
-                if parameter.shape != shape:
-                    raise RuntimeError(
-                        f"parameter {name} has shape {list(parameter.shape)}, at construction it "
-                        f"had {list(shape)}"
-                    )
                 gradient = parameter.grad
                 if gradient is None:
                     continue
+                shape = parameter.shape
                 if gradient.layout != torch.strided:
                     raise RuntimeError(
                         f"the gradient of parameter {name} is sparse ({gradient.layout}); make the "
@@ -392,6 +419,7 @@ class _Optimizer(torch.optim.Optimizer):
             parameter.detach().copy_(data)
         self._staged.clear()
         torch.autograd.graph.increment_version(self._parameters())
+        self._vectors.note()
         self._remember_parameters()
 
     def _remember_parameters(self) -> None:
@@ -472,17 +500,20 @@ class _Optimizer(torch.optim.Optimizer):
         try:
             self._check_gradients()
             self._adopt()
-        except (RuntimeError, ValueError) as error:
+            tensors, self._valid_options = self._tensors(), self._options()
+        except Exception as error:
             failure = error
+        options, max_norm = self._valid_options, self._max_norm
+        done = False
         try:
-            options, max_norm = self._options(), self._max_norm
             if failure is None:
                 threads = torch.get_num_threads()
                 with _range(lambda: f"step.{_kind_of_next_step(engine, options)}"):
-                    engine.step(communicator, self._tensors(), options, threads, max_norm)
+                    engine.step(communicator, tensors, options, threads, max_norm)
             else:  # where the others exchange something at this step, they are told
                 message = f"{type(failure).__name__}: {failure}"
                 engine.step(communicator, [], options, 1, max_norm, message)
+            done = failure is None
         except _core.CommunicationError as error:
             raise _at_step(engine.counters["step"] + 1, error) from error.__cause__
         except (_core.DisagreementError, ValueError):
@@ -490,6 +521,9 @@ class _Optimizer(torch.optim.Optimizer):
                 raise
         finally:
             self._borrowed.clear()
+            if not done:  # a GradScaler takes back only after a success what it has set
+                for name in ("grad_scale", "found_inf"):
+                    self.__dict__.pop(name, None)
         if failure is not None:
             raise failure
         self._max_norm = math.inf
@@ -517,13 +551,25 @@ class _Optimizer(torch.optim.Optimizer):
         Sends nothing where no local step is pending.
         """
         engine, communicator = self._attached()
-        self._adopt()
-        tensors = self._tensors(gradients=False)
+        failure: Exception | None = None
+        tensors: list[tuple[int, int, int, int, float, bool]] = []
+        try:
+            self._adopt()
+            tensors, self._valid_options = self._tensors(gradients=False), self._options()
+        except Exception as error:
+            failure = error
+        message = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        threads = torch.get_num_threads()
         try:
             with _range(lambda: "sync"):
-                engine.sync(communicator, tensors, self._options(), torch.get_num_threads())
+                engine.sync(communicator, tensors, self._valid_options, threads, message)
         except _core.CommunicationError as error:
             raise _at_step(engine.counters["step"], error) from error.__cause__
+        except (_core.DisagreementError, ValueError):
+            if failure is None:
+                raise
+        if failure is not None:
+            raise failure
         self._parameters_written()
 
     @contextmanager
@@ -725,7 +771,7 @@ class ZeroOneAdam(_Optimizer):
         params: parameters, named parameters or groups, as for every torch optimizer; float32,
             bfloat16 or float16, of any strides, on the CPU. Where a gradient is None it counts as
             zero, unless ``requires_grad`` is False: such a parameter is frozen and stays as it is,
-            from the first step on before which no local step is pending.
+            from the next exchange on.
         lr: learning rate (default 1e-3); a float or a tensor.
         betas: decay of first and second moment (default (0.9, 0.999)).
         eps: added to the root of the second moment (default 1e-8).

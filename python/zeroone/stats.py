@@ -50,6 +50,8 @@ class Stats:
     bytes_received: int
     dense_bytes: int
     """What averaging the gradients in fp32 would have sent: 8 n (W - 1) / W per step."""
+    mean_bytes_sent: int
+    """By ``consolidated()``; no part of ``bytes_sent``, nor a round."""
     setup_bytes_sent: int
     """Parameters that this rank broadcast at construction."""
     bits_per_parameter_step: float

@@ -30,6 +30,7 @@ void Engine::Impl::add_group(std::vector<TensorSpec> tensors) {
     }
   }
   slab.frozen.resize(tensors.size());
+  slab.wanted.resize(tensors.size());
   slab.tensors = std::move(tensors);
 
   const auto group = static_cast<std::int64_t>(slabs_.size());
@@ -194,8 +195,8 @@ void Engine::Impl::count_born(int threads) {
       born += slab.piece_born[i];
       const bool last = i + 1 == layout.pieces.size() || layout.pieces[i + 1].tensor != layout.pieces[i].tensor;
       if (!last) continue;
-      slab.support_mean[static_cast<std::size_t>(layout.pieces[i].tensor)] =
-          born == 0 ? 0.0f : static_cast<float>(sum / static_cast<double>(born));
+      const auto mean = static_cast<float>(sum / static_cast<double>(born));
+      slab.support_mean[static_cast<std::size_t>(layout.pieces[i].tensor)] = std::isfinite(mean) ? mean : 0.0f;
       sum = 0;
       born = 0;
     }
@@ -260,8 +261,8 @@ void Engine::write_mean(Communicator& communicator, std::span<const Tensor> tens
 }
 StepKind Engine::next_step(std::span<const GroupOptions> options) const { return impl_->next_step(options); }
 void Engine::sync(Communicator& communicator, std::span<const Tensor> tensors, std::span<const GroupOptions> options,
-                  int threads) {
-  impl_->sync(communicator, tensors, options, threads);
+                  int threads, std::string_view error) {
+  impl_->sync(communicator, tensors, options, threads, error);
 }
 void Engine::adopt(std::span<const Tensor> tensors, std::span<const GroupOptions> options,
                    std::span<const std::int64_t> indices) {

@@ -42,6 +42,7 @@ struct Slab {
   float lag = 0;  // u is what is stored plus lag times m: see Preconditioner::local_step
   StepScalars scalars;  // of the round under way
   std::vector<char> frozen;  // per tensor: counters' frozen, looked up
+  std::vector<char> wanted;  // per tensor: whether the caller wants it frozen
   std::array<float*, 4> own{};  // the preconditioner's
   float* worker_error = nullptr;
   float* server_error = nullptr;  // [chunk]
@@ -85,7 +86,7 @@ class Engine::Impl {
                   int threads);
   StepKind next_step(std::span<const GroupOptions> options);
   void sync(Communicator& communicator, std::span<const Tensor> tensors, std::span<const GroupOptions> options,
-            int threads);
+            int threads, std::string_view error);
   void adopt(std::span<const Tensor> tensors, std::span<const GroupOptions> options,
              std::span<const std::int64_t> indices, bool everything);
   void write_parameters(std::span<const Tensor> tensors, std::span<const GroupOptions> options) const;
@@ -150,8 +151,14 @@ class Engine::Impl {
   /// min(1, max_norm / (norm + 1e-6)) from partial sums of squares, as torch.nn.utils.clip_grad_norm_; 1 if not finite.
   static float clip_factor(double max_norm, double squares);
   void clip_locally(Round& round);
-  void freeze(std::span<const Tensor> tensors);
-  void mark_frozen();
+  void read_wanted(std::span<const Tensor> tensors);
+  void freeze_wanted();  // in next_
+  void mark_frozen(const Counters& counters);
+  bool any_born() const {
+    return std::any_of(slabs_.begin(), slabs_.end(), [](const Slab& slab) {
+      return std::any_of(slab.born.begin(), slab.born.end(), [](std::int64_t n) { return n > 0; });
+    });
+  }
   Tile tile(const Slab& slab, std::int64_t begin, std::int64_t n) const;
 
   // Each does the step that `next_` describes. False: no rank had a finite gradient, and nothing has changed.

@@ -111,7 +111,7 @@ void Engine::Impl::set_counters(Counters counters) {
   }
   counters_ = std::move(counters);
   adopted_ = 0;
-  mark_frozen();
+  mark_frozen(counters_);
   for (Slab& slab : slabs_) {
     slab.lag = 0;            // saved vectors are settled
     slab.has_anchor = true;  // and complete: a later attach leaves them as they are

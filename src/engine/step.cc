@@ -48,7 +48,7 @@ std::uint64_t hash_settings(std::span<const GroupOptions> options, double max_no
     const double values[] = {o.lr, o.beta1, o.beta2, o.eps, o.weight_decay, o.maximize ? 1.0 : 0.0};
     hash = hash_bytes(values, sizeof values, hash);
   }
-  for (const Slab& slab : slabs) hash = hash_bytes(slab.frozen.data(), slab.frozen.size(), hash);
+  for (const Slab& slab : slabs) hash = hash_bytes(slab.wanted.data(), slab.wanted.size(), hash);
   return hash;
 }
 
@@ -57,7 +57,7 @@ void add_settings(Fingerprint& fingerprint, std::span<const GroupOptions> option
   fingerprint.emplace_back("max_norm", text_of(max_norm));
   for (const Slab& slab : slabs) {
     for (std::size_t i = 0; i < slab.tensors.size(); ++i) {
-      fingerprint.emplace_back("tensor '" + slab.tensors[i].name + "'", slab.frozen[i] != 0 ? "frozen" : "trained");
+      fingerprint.emplace_back("tensor '" + slab.tensors[i].name + "'", slab.wanted[i] != 0 ? "frozen" : "trained");
     }
   }
   for (std::size_t g = 0; g < options.size(); ++g) {
@@ -122,24 +122,26 @@ void Engine::Impl::clip_locally(Round& round) {
   round.clip = clip_factor(round.max_norm, total);
 }
 
-// Freezing waits until no local step is pending: a tensor's u, and S and P, are of whole intervals.
-void Engine::Impl::freeze(std::span<const Tensor> tensors) {
-  if (any_pending(counters_)) return;
-  for (std::size_t g = 0; g < slabs_.size(); ++g) {
-    Slab& slab = slabs_[g];
-    std::vector<std::int64_t>& frozen = counters_.slabs[g].frozen;
-    frozen.clear();
-    for (std::size_t i = 0; i < slab.tensors.size(); ++i) {
-      if (tensors[slab.first_tensor + i].frozen) frozen.push_back(static_cast<std::int64_t>(i));
-    }
+void Engine::Impl::read_wanted(std::span<const Tensor> tensors) {
+  for (Slab& slab : slabs_) {
+    for (std::size_t i = 0; i < slab.tensors.size(); ++i) slab.wanted[i] = tensors[slab.first_tensor + i].frozen ? 1 : 0;
   }
-  mark_frozen();
 }
 
-void Engine::Impl::mark_frozen() {
+void Engine::Impl::freeze_wanted() {
+  for (std::size_t g = 0; g < slabs_.size(); ++g) {
+    std::vector<std::int64_t>& frozen = next_.slabs[g].frozen;
+    frozen.clear();
+    for (std::size_t i = 0; i < slabs_[g].tensors.size(); ++i) {
+      if (slabs_[g].wanted[i] != 0) frozen.push_back(static_cast<std::int64_t>(i));
+    }
+  }
+}
+
+void Engine::Impl::mark_frozen(const Counters& counters) {
   for (std::size_t g = 0; g < slabs_.size(); ++g) {
     std::fill(slabs_[g].frozen.begin(), slabs_[g].frozen.end(), 0);
-    for (const std::int64_t i : counters_.slabs[g].frozen) slabs_[g].frozen[static_cast<std::size_t>(i)] = 1;
+    for (const std::int64_t i : counters.slabs[g].frozen) slabs_[g].frozen[static_cast<std::size_t>(i)] = 1;
   }
 }
 
@@ -173,7 +175,10 @@ StepKind Engine::Impl::plan(std::span<const GroupOptions> options) {
       for (SlabCounters& slab : next_.slabs) ++slab.refreshes;
       return StepKind::kRefresh;
     }
-    if (next_.births_due) return StepKind::kRefresh;
+    if (next_.births_due) {
+      for (SlabCounters& slab : next_.slabs) slab.refreshes = std::max<std::int64_t>(slab.refreshes, 1);  // a late group's
+      return StepKind::kRefresh;
+    }
     recipe_.refresh->advance(next_.refresh, next_.step, lr_);  // passed
   }
   for (std::size_t g = 0; g < options.size(); ++g) {
@@ -219,20 +224,35 @@ StepKind Engine::Impl::step(Communicator& communicator, std::span<const Tensor> 
   }
   Round round{communicator, tensors, options, threads, own_error, 0, max_norm};
   StepKind kind = StepKind::kLocal;
-  if (own_error.empty()) freeze(tensors);
   if (options.size() == slabs_.size()) kind = plan(options);
   const bool alone = kind == StepKind::kLocal || ranks_ == 1;
   if (alone && !own_error.empty()) throw InvalidArgument(own_error);
   round.kind = static_cast<std::uint16_t>(kind);
-  if (max_norm != kNoClipping && kind != StepKind::kRefresh && own_error.empty()) clip_locally(round);
+  // What is frozen changes with a round, which verifies that all ranks want the same, and never inside an interval: a
+  // tensor's u, and S and P, are of whole intervals.
+  const bool inside = any_pending(counters_);
+  if (own_error.empty()) {
+    read_wanted(tensors);
+    if (!inside && kind != StepKind::kLocal) freeze_wanted();
+  }
+  mark_frozen(next_);
   double seconds = 0;
-  const bool done = in_step([&] {
-    const Timer timer(seconds);
-    if (kind == StepKind::kLocal) return local_step(round);
-    return kind == StepKind::kRefresh ? refresh_round(round) : sync_round(round);
-  });
+  bool done = false;
+  try {
+    if (max_norm != kNoClipping && kind != StepKind::kRefresh && own_error.empty()) clip_locally(round);
+    done = in_step([&] {
+      const Timer timer(seconds);
+      if (kind == StepKind::kLocal) return local_step(round);
+      return kind == StepKind::kRefresh ? refresh_round(round) : sync_round(round);
+    });
+  } catch (...) {
+    mark_frozen(counters_);
+    throw;
+  }
   if (!done) kind = StepKind::kSkipped;
+  if (kind == StepKind::kSync && inside) freeze_wanted();
   finish_step(kind, seconds);
+  mark_frozen(counters_);
   return kind;
 }
 
@@ -375,28 +395,37 @@ StepScalars Engine::Impl::refresh_scalars(const Round& round, std::size_t group)
 
 bool Engine::Impl::refresh_round(const Round& round) {
   const bool through_wire = dense_through_wire();
-  // What this rank offers. Its last non-zero gradients are those of rounds in which its gradient was finite.
-  const auto offered = [&](std::size_t g, const Piece& piece, bool zero, float* gradient_scratch, float* scratch) {
-    const float* values = gradient(round, g, static_cast<std::size_t>(piece.tensor), piece.tensor_begin, piece.n, zero,
-                                   gradient_scratch);
+  // What this rank offers: its gradient, and on coordinates without support what it keeps. Where that is not finite, or
+  // the wire can't carry it: the gradient alone, what is kept alone, or nothing. What is kept and not offered is dropped:
+  // it would be in the way of every refresh.
+  struct Offer {
+    bool gradient, kept;
+  };
+  constexpr Offer kOffers[] = {{true, true}, {true, false}, {false, true}, {false, false}};
+  Offer offer = kOffers[0];
+  const auto offered = [&](std::size_t g, const Piece& piece, float* gradient_scratch, float* scratch) {
+    const float* values = gradient(round, g, static_cast<std::size_t>(piece.tensor), piece.tensor_begin, piece.n,
+                                   !offer.gradient, gradient_scratch);
+    if (!offer.kept) return values;
     return recipe_.preconditioner->offer(tile(slabs_[g], piece.begin, piece.n), values, scratch);
   };
   bool finite = true;
   if (through_wire) {
     {
       const Timer timer(stats_.encode_seconds);
-      const auto encode = [&](bool zero) {
-        return dense_->encode(wire_, pool_, round.threads, [&](std::size_t g, const Piece& piece, float* scratch) {
-          alignas(64) float values[kTile];
-          const float* offer = offered(g, piece, zero, values, scratch);
-          if (offer != scratch) std::copy_n(offer, piece.n, scratch);  // values end here
-          return static_cast<const float*>(scratch);
-        });
-      };
-      if (round.error.empty()) {  // after an error of this rank nobody reads more than the header
-        finite = encode(false);
-        if (!finite) encode(true);
+      for (const Offer& attempt : kOffers) {
+        if (!round.error.empty()) break;  // after an error of this rank nobody reads more than the header
+        offer = attempt;
+        const bool fits =
+            dense_->encode(wire_, pool_, round.threads, [&](std::size_t g, const Piece& piece, float* scratch) {
+              alignas(64) float values[kTile];
+              const float* from = offered(g, piece, values, scratch);
+              if (from != scratch) std::copy_n(from, piece.n, scratch);  // values end here
+              return static_cast<const float*>(scratch);
+            });
+        if (fits) break;
       }
+      finite = offer.gradient;
     }
     if (!run_round(round, *dense_, finite)) return false;
     stats_.alike_refreshes += dense_->alike();
@@ -412,12 +441,16 @@ bool Engine::Impl::refresh_round(const Round& round) {
 
   const Timer timer(stats_.commit_seconds);
   const auto mean_of = [&](std::size_t g, const Piece& piece, float* gradient_scratch, float* scratch) {
-    if (!through_wire) return offered(g, piece, false, gradient_scratch, scratch);
+    if (!through_wire) return offered(g, piece, gradient_scratch, scratch);
     dense_->decode_result(wire_, g, piece, scratch);
     return static_cast<const float*>(scratch);
   };
   float clip = 1;
   if (round.max_norm != kNoClipping) {
+    // The norm of the mean gradient: not of older gradients, which coordinates without support offer. At the first
+    // refresh none has support, and all offer their gradient.
+    const int support = recipe_.preconditioner->support();
+    const bool masked = recipe_.preconditioner->has_births() && any_born();
     double total = 0;
     for (std::size_t g = 0; g < slabs_.size(); ++g) {
       squares_.assign(slabs_[g].layout->pieces.size(), 0.0);
@@ -425,7 +458,13 @@ bool Engine::Impl::refresh_round(const Round& round) {
         if (slabs_[g].frozen[static_cast<std::size_t>(piece.tensor)] != 0) return;
         alignas(64) float values[kTile];
         alignas(64) float scratch[kTile];
-        squares_[i] = sum_of_squares(piece.n, mean_of(g, piece, values, scratch));
+        const float* mean = mean_of(g, piece, values, scratch);
+        if (masked) {
+          const float* of_piece = slabs_[g].own[static_cast<std::size_t>(support)] + piece.begin;
+          for (std::int64_t e = 0; e < piece.n; ++e) scratch[e] = of_piece[e] > 0 ? mean[e] : 0.0f;
+          mean = scratch;
+        }
+        squares_[i] = sum_of_squares(piece.n, mean);
       });
       for (const double part : squares_) total += part;
     }
@@ -449,11 +488,11 @@ bool Engine::Impl::refresh_round(const Round& round) {
         for (std::int64_t e = 0; e < piece.n; ++e) scratch[e] = clip * mean[e];
         mean = scratch;
       }
-      const float* offer = mean;
-      if (recipe_.preconditioner->has_births()) offer = offered(g, piece, !finite, values, own);
+      const float* part = mean;
+      if (recipe_.preconditioner->has_births()) part = offered(g, piece, values, own);
       StepScalars s = of_group;
       s.birth_floor = slab.support_mean[tensor_index];
-      recipe_.preconditioner->refresh(s, t, mean, offer);
+      recipe_.preconditioner->refresh(s, t, mean, part);
       const Tensor& tensor = round.tensors[slab.first_tensor + tensor_index];
       write_floats(tensor.data, tensor.dtype, piece.tensor_begin, piece.n, t.anchor);
     });
@@ -570,14 +609,21 @@ void Engine::Impl::write_mean(Communicator& communicator, std::span<const Tensor
   check_call(communicator, tensors, options);
   if (!any_pending(counters_) || ranks_ == 1) return;
   settle();
+  read_wanted(tensors);
   next_ = counters_;
   Round round{communicator, tensors, options, threads, {}, kMeanByCall};
+  const std::int64_t before = wire_.bytes_sent;
   in_step([&] {
     mean_->encode(wire_, pool_, threads, [&](std::size_t g, const Piece& piece, float*) {
       return static_cast<const float*>(slabs_[g].accumulated + piece.begin);
     });
     return run_round(round, *mean_, true);
   });
+  const std::int64_t sent = wire_.bytes_sent - before;  // no round of the training
+  wire_.bytes_sent -= sent;
+  wire_.bytes_received -= sent;
+  stats_.mean_bytes_sent += sent;
+  --stats_.rounds;
   for (std::size_t g = 0; g < slabs_.size(); ++g) {
     const Slab& slab = slabs_[g];
     const StepScalars s = scalars(slab, counters_.slabs[g], options[g], false);
@@ -596,19 +642,32 @@ void Engine::Impl::write_mean(Communicator& communicator, std::span<const Tensor
 }
 
 void Engine::Impl::sync(Communicator& communicator, std::span<const Tensor> tensors,
-                        std::span<const GroupOptions> options, int threads) {
-  check_call(communicator, tensors, options);
-  if (!any_pending(counters_)) return;
+                        std::span<const GroupOptions> options, int threads, std::string_view error) {
+  check_attached(communicator);
+  std::string own_error(error);
+  if (own_error.empty()) {
+    try {
+      check_call(communicator, tensors, options);
+    } catch (const InvalidArgument& invalid) {
+      own_error = invalid.what();
+    }
+  }
+  const bool pending = any_pending(counters_);
+  if (!own_error.empty() && (!pending || ranks_ == 1)) throw InvalidArgument(own_error);
+  if (!pending) return;
+  if (own_error.empty()) read_wanted(tensors);
   start_next(options);
   double seconds = 0;
   in_step([&] {
     const Timer timer(seconds);
-    return sync_round({communicator, tensors, options, threads, {}, kSyncByCall});
+    return sync_round({communicator, tensors, options, threads, own_error, kSyncByCall});
   });
+  freeze_wanted();
   if (stats_.syncs > 1) stats_.sync_seconds += seconds;
   recipe_.sync->advance(next_.sync, next_.step, lr_);
   next_.last_sync = next_.step;
   counters_ = next_;
+  mark_frozen(counters_);
 }
 
 }  // namespace zeroone

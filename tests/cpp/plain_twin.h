@@ -413,7 +413,8 @@ class Twin {
           sum += static_cast<double>(halved(lanes));
         }
       }
-      const Real mean = born == 0 ? Real(0) : static_cast<Real>(sum / static_cast<double>(born));
+      Real mean = born == 0 ? Real(0) : static_cast<Real>(sum / static_cast<double>(born));
+      if (!std::isfinite(mean)) mean = 0;
       std::fill(result.begin() + begin, result.begin() + end, mean);
       begin = end;
     }
@@ -436,7 +437,7 @@ class Twin {
   void refresh_slab(std::size_t g, const std::vector<Vector>& gradient, const GroupOptions& options,
                     bool held) {
     Slab& s = slabs_[g];
-    if (!held) ++counters_.slabs[g].refreshes;
+    if (!held || counters_.slabs[g].refreshes == 0) ++counters_.slabs[g].refreshes;
     const auto k = static_cast<double>(counters_.slabs[g].refreshes);
     const Real birth_factor = static_cast<Real>(1 - std::pow(options.beta2, k));
     const Vector floor = floors(s);

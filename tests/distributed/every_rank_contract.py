@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler
 from trial import bits, constant
 
 import zeroone
-from zeroone.schedules import Doubling, EveryStep, Interval
+from zeroone.schedules import Doubling, EveryStep, Interval, Steps
 
 MIXED = {"variance_schedule": Doubling(2), "sync_schedule": Interval(3)}
 
@@ -173,10 +173,16 @@ def test_ranks_that_freeze_other_tensors(world: int, rank: int) -> None:
     for _, _, p in ours.tensors():
         p.grad = None
     words = r"disagree on tensor '0 of parameter group 1.*rank 0 has trained, rank 1 has frozen"
-    ours.optimizer.step()  # alone: nobody is told
-    ours.optimizer.step()
-    with pytest.raises(zeroone.DisagreementError, match=words):
+    for _ in range(2):  # alone: nobody is told
         ours.optimizer.step()
+    before = everything(ours.optimizer)
+    for call in (ours.optimizer.step, ours.optimizer.sync):
+        with pytest.raises(zeroone.DisagreementError, match=words):
+            call()
+    assert everything(ours.optimizer) == before
+    parameter.requires_grad_(True)  # mended: it goes on
+    ours.optimizer.step()
+    ours.optimizer.check_replicas()
 
 
 # --- scaling and clipping ------------------------------------------------------------------------
@@ -299,7 +305,7 @@ def test_consolidated(world: int, rank: int) -> None:
     for k, x in enumerate(inside):
         mean = torch.stack([values[k].double() for values in of_all(here)]).mean(0)
         torch.testing.assert_close(x.double(), mean, rtol=1e-6, atol=1e-6)
-    ours.twin.bytes_sent = ours.optimizer.stats.bytes_sent  # the twin does not count this exchange
+    ours.twin.bytes_sent = ours.optimizer.stats.bytes_sent  # of the calls that were refused
     ours.run(6)
     ours.sync()
     sent = ours.optimizer.stats.bytes_sent
@@ -522,3 +528,159 @@ def test_learning_rate_of_nan_is_refused(world: int, rank: int) -> None:
         optimizer.step()
     optimizer.param_groups[0]["lr"] = Options.lr
     optimizer.step()
+
+
+# --- what went wrong once ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ZeroOneAdam", "OneBitAdam"])
+def test_a_group_added_after_v_is_held(world: int, rank: int, name: str) -> None:
+    arguments = {"ZeroOneAdam": {"variance_schedule": Doubling(4, until=4)}}
+    make = getattr(zeroone, name)
+    first, late = (torch.nn.Parameter(torch.ones(6)) for _ in range(2))
+    optimizer = make([first], lr=1e-2, **arguments.get(name, {"warmup_steps": 4}))
+    for t in range(30):
+        if t == 10:
+            optimizer.add_param_group({"params": [late]})
+        for p in (first, late):
+            p.grad = torch.ones(6) + 0.1 * noise(rank, t, p.shape)
+        optimizer.step()
+    optimizer.sync()
+    assert late.detach().max() < 1 - 10 * 1e-2
+    assert optimizer.state_dict()["param_groups"][1]["zeroone"]["slab"]["refreshes"] == 1
+
+
+def test_what_fp16_cannot_carry_is_not_kept(world: int, rank: int) -> None:
+    """One gradient of an unborn coordinate that is too large must not end the run."""
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = zeroone.ZeroOneAdam(
+        [parameter],
+        lr=1e-2,
+        dense_wire="fp16",
+        variance_schedule=Steps([1, 4, 7, 9]),
+        sync_schedule=EveryStep(),
+    )
+    for t in range(1, 11):
+        parameter.grad = torch.tensor([1.0, 1.0, 0.0, 0.0])
+        if t == 2:
+            parameter.grad[3] = 1e5
+        if t >= 6:
+            parameter.grad[3] = 2.0
+        optimizer.step()
+    stats = optimizer.stats
+    assert (stats.refreshes, stats.skipped_steps, stats.nonfinite_gradients) == (4, 0, 0)
+    assert parameter.detach()[3] < 1
+    optimizer.check_replicas()
+
+
+def test_a_step_with_a_scaler_is_tried_again(world: int, rank: int) -> None:
+    ours, theirs = (torch.nn.Parameter(torch.ones(9)) for _ in range(2))
+    scaled, plain = (zeroone.ZeroOneAdam([p], lr=1e-2, eps=1.0) for p in (ours, theirs))
+    scaler = Scaler()
+    scaler.scale(torch.ones(()))
+    for p in (ours, theirs):
+        p.grad = torch.full((9,), 2.0 + rank)
+    ours.grad.mul_(scaler.get_scale())
+    scaled.param_groups[0]["lr"] = 1e-2 * (1 + rank)
+    with pytest.raises(zeroone.DisagreementError):
+        scaler.step(scaled)
+    scaled.param_groups[0]["lr"] = 1e-2
+    scaler = Scaler()
+    scaler.scale(torch.ones(()))
+    scaler.step(scaled)
+    plain.step()
+    assert bits(ours) == bits(theirs)
+
+
+@pytest.mark.parametrize("call", ["step", "sync", "state_dict", "adopt_parameters", "consolidated"])
+@pytest.mark.parametrize("what", ["shape", "type"])
+def test_a_parameter_that_has_become_another(world: int, rank: int, call: str, what: str) -> None:
+    """Whatever is called, memory that is not the parameter's is neither read nor written."""
+    ours = inside_an_interval(world, rank)
+    parameter, kept = ours.parameters[1][0], ours.parameters[1][0].data
+    parameter.data = kept[:4].clone() if what == "shape" else kept.double()
+    with pytest.raises((RuntimeError, ValueError), match=r"has shape|has type"):
+        getattr(ours.optimizer, call)().__enter__()  # of consolidated; the others raise before
+    parameter.data = kept
+    ours.twin.bytes_sent = ours.optimizer.stats.bytes_sent
+    ours.run(3)
+
+
+def test_a_group_that_is_refused_leaves_no_trace(world: int, rank: int) -> None:
+    ours = inside_an_interval(world, rank)
+    before = everything(ours.optimizer)
+    new = {"params": [torch.nn.Parameter(torch.full((5,), 7.0))]}
+    with ours.optimizer.consolidated(), pytest.raises(RuntimeError):
+        ours.optimizer.add_param_group({**new})
+    with pytest.raises(zeroone.DisagreementError, match="lr of parameter group 2"):
+        ours.optimizer.add_param_group({**new, "lr": 0.1 * (1 + rank)})
+    assert (new["params"][0] == 7).all()
+    assert everything(ours.optimizer) == before
+    ours.run(3)
+
+
+def test_weights_written_after_the_state_was(world: int, rank: int) -> None:
+    parameter = torch.nn.Parameter(torch.ones(5))
+    optimizer = zeroone.ZeroOneAdam([parameter], **MIXED)
+    for t in range(4):
+        parameter.grad = noise(rank, t, parameter.shape)
+        optimizer.step()
+        optimizer.state[parameter]["exp_avg"].mul_(0.5)
+    optimizer.sync()
+    with torch.no_grad():
+        parameter.fill_(5)
+    assert (optimizer.state_dict()["state"][0]["anchor"] == 5).all()
+
+
+def test_names_in_another_order(world: int, rank: int) -> None:
+    tensors = [(name, torch.nn.Parameter(torch.ones(3))) for name in "ab"]
+    saved = zeroone.ZeroOneAdam(tensors).state_dict()
+    other = zeroone.ZeroOneAdam(tensors[::-1])
+    with pytest.raises(ValueError, match=r"\['a', 'b'\] in group 0"):
+        other.load_state_dict(saved)
+
+
+def test_a_learning_rate_that_is_none(world: int, rank: int) -> None:
+    """Any error of one rank's own is told to the others."""
+    ours = inside_an_interval(world, rank)
+    while ours.t % 3 != 2:
+        ours.step()
+    for _, _, p in ours.tensors():
+        p.grad = None
+    group = ours.optimizer.param_groups[0]
+    lr = group["lr"]
+    group["lr"] = None if rank == 1 else lr
+    for call in (ours.optimizer.sync, ours.optimizer.sync):
+        with pytest.raises(TypeError if rank == 1 else zeroone.DisagreementError, match="float"):
+            call()
+    group["lr"] = lr
+    ours.optimizer.sync()
+    ours.optimizer.check_replicas()
+
+
+def test_parameters_that_share_memory(world: int, rank: int) -> None:
+    values = torch.ones(6)
+    both = [torch.nn.Parameter(values), torch.nn.Parameter(values)]
+    with pytest.raises(ValueError, match="share their memory"):
+        zeroone.ZeroOneAdam(both)
+    overlapping = torch.nn.Parameter(torch.ones(5).as_strided((3, 3), (1, 1)))
+    with pytest.raises(ValueError, match="share memory"):
+        zeroone.ZeroOneAdam([overlapping])
+
+
+def test_a_frozen_parameter_whose_state_a_loader_drops(world: int, rank: int) -> None:
+    """As torch.distributed.checkpoint does; inside an interval with weight decay."""
+    frozen, other = (torch.nn.Parameter(torch.full((4,), 3.0)) for _ in range(2))
+    optimizer = zeroone.ZeroOneAdam([frozen, other], lr=0.1, weight_decay=0.2, **MIXED)
+    frozen.requires_grad_(False)
+    pending = 0
+    while pending == 0:
+        other.grad = noise(rank, 0, other.shape)
+        optimizer.step()
+        state = copy.deepcopy(optimizer.state_dict())
+        pending = state["param_groups"][0]["zeroone"]["slab"]["pending"]
+    del state["state"][0]
+    optimizer.load_state_dict(state)
+    assert (frozen == 3).all()
+    optimizer.sync()
+    assert (frozen == 3).all()

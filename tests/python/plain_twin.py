@@ -271,7 +271,8 @@ class Slab:
             pieces = [piece for block in blocks for piece in block.pieces()]
             total = sum((float(piece_sum(self.v[piece])) for piece in pieces), 0.0)
             born = int((self.v[tensor] > 0).sum())
-            result[tensor] = f32(total / born) if born else f32(0)
+            mean = f32(total / born) if born else f32(0)
+            result[tensor] = mean if np.isfinite(mean) else f32(0)
         return result
 
 
@@ -333,9 +334,6 @@ class Twin:
 
         ``frozen`` are (group, tensor).
         """
-        if not self.pending:
-            for g, slab in enumerate(self.slabs):
-                slab.frozen_tensors = sorted(i for group, i in frozen if group == g)
         lr = [o.lr for o in options]
         t = self.t + 1
         point = (t == 1 or self.refresh_position.reached(t)) and not self.pending
@@ -348,8 +346,16 @@ class Twin:
             [self._flat(*group) for group in zip(self.slabs, groups, options, strict=True)]
             for groups in gradients
         ]
+        inside, before = self.pending, [slab.frozen_tensors for slab in self.slabs]
+        if not inside and (refresh or sync):
+            self._freeze(frozen)
+        for groups in flat:
+            for slab, g in zip(self.slabs, groups, strict=True):
+                g[slab.frozen] = 0
         finite = [all(np.isfinite(g).all() for g in groups) for groups in flat]
         if not any(finite) and (refresh or sync or self.world == 1):
+            for slab, tensors in zip(self.slabs, before, strict=True):
+                slab.frozen_tensors = tensors
             self.count_headers()
             self.kinds.append("skipped")
             return "skipped"
@@ -369,7 +375,9 @@ class Twin:
                 for r, groups in enumerate(flat)
             ]
             means = self._clipped(
-                [self._dense_mean(list(z)) for z in zip(*offered, strict=True)], max_norm
+                [self._dense_mean(list(z)) for z in zip(*offered, strict=True)],
+                max_norm,
+                mean=True,
             )
         for index, (slab, o) in enumerate(zip(self.slabs, options, strict=True)):
             slab.t += 1
@@ -380,6 +388,8 @@ class Twin:
                 self._local(slab, own, o)
         if sync:
             self._sync_all(options)
+        if sync and inside:
+            self._freeze(frozen)
         kind = "refresh" if refresh else "sync" if sync else "local"
         if refresh:
             self.births_due = False
@@ -392,16 +402,21 @@ class Twin:
         return kind
 
     @np.errstate(all="ignore")
-    def sync(self, options: Sequence[Options]) -> bool:
+    def sync(self, options: Sequence[Options], frozen: Sequence[tuple[int, int]] = ()) -> bool:
         """A sync by call; False if nothing was pending."""
         if not self.pending:
             return False
         for position in (self.refresh_position, self.sync_position):
             position.observe([o.lr for o in options])
         self._sync_all(options)
+        self._freeze(frozen)
         self.count(dense=False)
         self._synchronised([o.lr for o in options])
         return True
+
+    def _freeze(self, frozen: Sequence[tuple[int, int]]) -> None:
+        for g, slab in enumerate(self.slabs):
+            slab.frozen_tensors = sorted(i for group, i in frozen if group == g)
 
     def adopt(self, group: int, index: int, values: Sequence[Vector]) -> None:
         """The caller wrote ``values[rank]`` (equal, if nothing is pending) to one tensor."""
@@ -478,12 +493,14 @@ class Twin:
             mean = mean + self._through_wire(z)
         return self._through_wire(mean / f32(self.world))
 
-    def _clipped(self, vectors: list[Vector], max_norm: float) -> list[Vector]:
+    def _clipped(self, vectors: list[Vector], max_norm: float, mean: bool = False) -> list[Vector]:
+        """Of a ``mean`` the norm is that of born coordinates, if there are any."""
         if max_norm == math.inf:
             return vectors
-        trained = [
-            v[~slab.frozen].astype(np.float64) for slab, v in zip(self.slabs, vectors, strict=True)
-        ]
+        counts = [~slab.frozen for slab in self.slabs]
+        if mean and self.recipe.compressed and any((slab.v > 0).any() for slab in self.slabs):
+            counts = [c & (slab.v > 0) for slab, c in zip(self.slabs, counts, strict=True)]
+        trained = [v[c].astype(np.float64) for v, c in zip(vectors, counts, strict=True)]
         norm = math.sqrt(sum(float(v @ v) for v in trained))
         factor = f32(min(1.0, max_norm / (norm + 1e-6)))
         return [factor * v for v in vectors]
@@ -493,7 +510,7 @@ class Twin:
     ) -> None:
         frozen, floor, old = slab.frozen, slab.floor(), slab.v
         beta2 = o.betas[1]
-        slab.k += not held
+        slab.k += not held or slab.k == 0
         later = f32(beta2) * old + f32(1 - beta2) * (mean * mean)
         if held:
             later = old

@@ -137,7 +137,8 @@ class Trial:
 
     def sync(self) -> bool:
         self.optimizer.sync()
-        moved = self.twin.sync(self.plan(self.t))
+        frozen = [(g, i) for g, i, parameter in self.tensors() if not parameter.requires_grad]
+        moved = self.twin.sync(self.plan(self.t), frozen)
         self.compare(whole=False)
         return moved
 
