@@ -111,3 +111,5 @@ if __name__ == "__main__":
         f"parameters {hashlib.sha256(parameters).hexdigest()[:16]}",
         flush=True,
     )
+    # Else Gloo's threads may outlive the interpreter: "terminate called", now and then.
+    torch.distributed.destroy_process_group()
