@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -122,6 +123,10 @@ class Engine::Impl {
   void check_attached(const Communicator& communicator) const;
   void check_call(const Communicator& communicator, std::span<const Tensor> tensors,
                   std::span<const GroupOptions> options) const;
+
+  /// This rank's own error: the caller's, or what is wrong with the arguments; empty if nothing is.
+  std::string error_of_call(const Communicator& communicator, std::span<const Tensor> tensors,
+                            std::span<const GroupOptions> options, std::string_view error) const;
 
   void start_next(std::span<const GroupOptions> options);
   /// Calls body; a failed collective's error names the step.

@@ -64,7 +64,9 @@ void add_settings(Fingerprint& fingerprint, std::span<const GroupOptions> option
     const std::string of = " of parameter group " + std::to_string(g);
     const GroupOptions& o = options[g];
     fingerprint.emplace_back("lr" + of, text_of(o.lr));
-    fingerprint.emplace_back("betas" + of, "(" + text_of(o.beta1) + ", " + text_of(o.beta2) + ")");
+    std::string betas = text_of(o.beta1);  // appended to: GCC 12 warns of "(" + a temporary
+    betas.append(", ").append(text_of(o.beta2));
+    fingerprint.emplace_back("betas" + of, betas);
     fingerprint.emplace_back("eps" + of, text_of(o.eps));
     fingerprint.emplace_back("weight_decay" + of, text_of(o.weight_decay));
     fingerprint.emplace_back("maximize" + of, o.maximize ? "True" : "False");
@@ -210,18 +212,22 @@ Tile Engine::Impl::tile(const Slab& slab, std::int64_t begin, std::int64_t n) co
   return tile;
 }
 
+std::string Engine::Impl::error_of_call(const Communicator& communicator, std::span<const Tensor> tensors,
+                                        std::span<const GroupOptions> options, std::string_view error) const {
+  check_attached(communicator);
+  if (!error.empty()) return std::string(error);
+  try {
+    check_call(communicator, tensors, options);
+  } catch (const InvalidArgument& invalid) {
+    return invalid.what();
+  }
+  return {};
+}
+
 StepKind Engine::Impl::step(Communicator& communicator, std::span<const Tensor> tensors,
                             std::span<const GroupOptions> options, int threads, std::string_view error,
                             double max_norm) {
-  check_attached(communicator);
-  std::string own_error(error);  // empty without an allocation
-  if (own_error.empty()) {
-    try {
-      check_call(communicator, tensors, options);
-    } catch (const InvalidArgument& invalid) {
-      own_error = invalid.what();
-    }
-  }
+  const std::string own_error = error_of_call(communicator, tensors, options, error);
   Round round{communicator, tensors, options, threads, own_error, 0, max_norm};
   StepKind kind = StepKind::kLocal;
   if (options.size() == slabs_.size()) kind = plan(options);
@@ -420,7 +426,8 @@ bool Engine::Impl::refresh_round(const Round& round) {
             dense_->encode(wire_, pool_, round.threads, [&](std::size_t g, const Piece& piece, float* scratch) {
               alignas(64) float values[kTile];
               const float* from = offered(g, piece, values, scratch);
-              if (from != scratch) std::copy_n(from, piece.n, scratch);  // values end here
+              if (from != values) return from;
+              std::copy_n(values, piece.n, scratch);  // values end here
               return static_cast<const float*>(scratch);
             });
         if (fits) break;
@@ -643,15 +650,7 @@ void Engine::Impl::write_mean(Communicator& communicator, std::span<const Tensor
 
 void Engine::Impl::sync(Communicator& communicator, std::span<const Tensor> tensors,
                         std::span<const GroupOptions> options, int threads, std::string_view error) {
-  check_attached(communicator);
-  std::string own_error(error);
-  if (own_error.empty()) {
-    try {
-      check_call(communicator, tensors, options);
-    } catch (const InvalidArgument& invalid) {
-      own_error = invalid.what();
-    }
-  }
+  const std::string own_error = error_of_call(communicator, tensors, options, error);
   const bool pending = any_pending(counters_);
   if (!own_error.empty() && (!pending || ranks_ == 1)) throw InvalidArgument(own_error);
   if (!pending) return;

@@ -246,7 +246,7 @@ def test_clip_grad_norm(trial_of: TrialOf) -> None:
     for t in range(12):
         ours.step(max_norm=(0.5, 1e-3, 1e9, None)[t % 4])
         free.step()
-        assert (everything(ours.optimizer) == everything(free.optimizer)) == (t < 0)
+        assert everything(ours.optimizer) != everything(free.optimizer)
 
 
 def test_clipping_is_that_of_dense_training(world: int, rank: int) -> None:
